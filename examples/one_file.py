@@ -40,8 +40,8 @@ class PC:
 
     def __init__(self, effective: list[nn.Parameter], level: int = 4, iterations: int = 10) -> None:
         self.coefficients, self.iterations = LEVELS[level], iterations
-        self.effective = effective  # PC(W), in the model, each [n, m]
-        self.weights = [nn.Parameter(weight.detach().clone()) for weight in effective]  # W
+        self.weights = [nn.Parameter(weight.detach().clone()) for weight in effective]  # W: what the model holds now
+        self.effective = effective  # the model's parameters, each [n, m]; PC(W) from the `write_pc` below on
         self.gammas = [nn.Parameter(weight.new_ones(1)) for weight in effective]  # learnable, one per matrix
         generator = torch.Generator().manual_seed(0)  # its own, so that all ranks of DDP draw the same vectors
         drawn = [torch.randn(len(weight), generator=generator).to(weight) for weight in effective]
@@ -58,7 +58,8 @@ class PC:
     def write_pc(self) -> None:
         """Move u and v on, and write PC(W) into the model."""
         for i, weight in enumerate(self.weights):
-            for _ in range(self.iterations if weight.any() else 0):  # algorithm 3; u and v go on from the last step's
+            # Algorithm 3, from the last step's vectors on. A zero W would make them zero for ever, so it leaves them.
+            for _ in range(self.iterations if weight.any() else 0):
                 self.v[i] = nn.functional.normalize(weight.mT @ self.u[i], dim=0)
                 self.u[i] = nn.functional.normalize(weight @ self.v[i], dim=0)
             self.effective[i].copy_(self.pc(weight, self.gammas[i], self.u[i], self.v[i]))
@@ -67,7 +68,8 @@ class PC:
         """Turn the gradients with respect to PC(W) into those with respect to W and gamma."""
         tensors = zip(self.effective, self.weights, self.gammas, self.u, self.v, strict=True)
         for effective, weight, gamma, u, v in tensors:
-            if effective.grad is not None:  # with the u and v of this step's PC(W)
+            if effective.grad is not None:
+                # W, u and v are still those of the PC(W) in the model: backward through it adds the gradients
                 self.pc(weight, gamma, u, v).backward(effective.grad)
                 effective.grad = None
 

@@ -17,7 +17,8 @@ model's. The modules, in the order of their imports:
     method.py                         PC(W) of one matrix, as an object
     shards, owner                     functions of whole matrices on sharded weights, each on one rank
     splits                            a stored weight as matrices, and what its owner computes once per step
-    weight, model_classes, targets    a weight with what belongs to it; how known models' weights are split; which get PC
+    weight                            a weight, with W, gamma, u and v beside it
+    model_classes, targets            how the weights of known models are split, and which weights get PC
     layer                             the paper's layer, with PC(W) in its autograd graph: the readable reference
     optim/                            Muon by the same means; AdamH and MuonH, which keep the norms of weights
     followed, preconditioner          the parameters that optimizers have; PC(W) once per optimizer step

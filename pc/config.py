@@ -56,7 +56,7 @@ class PCConfig:
 
     level: Level | Mapping[str, Level] = _key(
         4,
-        f"Its strength: {LEVEL_NAMES}; or your own coefficients of p from degree 0 up, such as [2.083, "
+        f"Strength of PC: {LEVEL_NAMES}; or your own coefficients of p from degree 0 up, such as [2.083, "
         "-1.643, 0.560]; or a table with one of these for each entry of blocks.",
     )
     blocks: tuple[str, ...] = _key(
@@ -125,7 +125,7 @@ class PCConfig:
 
     @property
     def map(self) -> Map:
-        """That of a config with one level (see `for_block`)."""
+        """The map g, if the config has one level (see `for_block`)."""
         return self.maps[self.blocks[0]]
 
     def for_block(self, block: str) -> "PCConfig":

@@ -33,11 +33,11 @@ def ids_of_parameters(*optimizers: Optimizer) -> set[int]:
 
 
 class Parameters(list):
-    """The parameters of a group, which are walked through only once gradients are pulled back: what unscales, clips or
-    measures them before that would miss those of PC(W). Copies are plain lists.
+    """The parameters of a group. They cannot be walked through while there are gradients of PC(W): what unscales, clips or
+    measures gradients would miss these. Copies are plain lists.
 
     Args:
-        preconditioner: raises in its `before_walk` if they are not.
+        preconditioner: its `before_walk` raises an error if there are such gradients.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], preconditioner: Any) -> None:
@@ -53,8 +53,9 @@ class Parameters(list):
 
 
 def join(weights: Iterable[Weight], given: Iterable[Any], preconditioner: Any) -> list[Optimizer]:
-    """Put W in the place of PC(W) in the optimizers, with what they have stored for it, and gamma into a group of the same
-    optimizer. Their `zero_grad` clears gradients of PC(W) too.
+    """Put W in the place of PC(W) in the optimizers, and gamma into a group of the same optimizer.
+
+    W also gets what an optimizer has stored for PC(W), such as its momentum. `zero_grad` clears gradients of PC(W) too.
 
     Raises:
         UserError: as `find`. Optimizers are then as before.
@@ -75,9 +76,9 @@ def join(weights: Iterable[Weight], given: Iterable[Any], preconditioner: Any) -
                 wanted.append(weight.orig)
                 if p in optimizer.state:
                     optimizer.state[weight.orig] = optimizer.state.pop(p)
-            wanted += [weight.gamma for weight, of_gamma in joining if of_gamma is group]
+            wanted += [weight.gamma for weight, chosen in joining if chosen is group]
             _introduce(optimizer, group, [p for p in wanted if id(p) not in has])
-            _set(group, wanted, Parameters(wanted, preconditioner))
+            _exchange(group, wanted, Parameters(wanted, preconditioner))
         if not hasattr(optimizer.zero_grad, "without_pc"):
             optimizer.zero_grad = _clearing(optimizer.zero_grad, weights)  # type: ignore[method-assign]
     return optimizers
@@ -94,20 +95,23 @@ def leave(weights: Iterable[Weight], optimizer: Optimizer) -> None:
             if weight is not None and p in optimizer.state:
                 optimizer.state[weight.effective] = optimizer.state.pop(p)
             given += [] if id(p) in gammas else [p if weight is None else weight.effective]
-        _set(group, given, given)
+        _exchange(group, given, given)
 
 
 def _introduce(optimizer: Optimizer, group: dict[str, Any], parameters: list[nn.Parameter]) -> None:
-    """Let an optimizer prepare for new parameters of a group, as some do in `add_param_group`. A group of their own would
-    break schedulers that exist already."""
+    """Show parameters that join a group to the optimizer's own `add_param_group`, which may check or prepare them.
+
+    The group that it makes goes again: one more group would break schedulers that exist already.
+    """
     if parameters and type(optimizer).add_param_group is not Optimizer.add_param_group:
         optimizer.add_param_group({**group, "params": parameters})
         optimizer.param_groups.pop()
 
 
-def _set(group: dict[str, Any], parameters: list[nn.Parameter], new: list[nn.Parameter]) -> None:
-    group["params"][:] = parameters  # LBFGS keeps this list
-    group["params"] = new
+def _exchange(group: dict[str, Any], parameters: list[nn.Parameter], as_list: list[nn.Parameter]) -> None:
+    """Give a group other parameters, in a list of another class; the old list gets them too, because LBFGS keeps it."""
+    group["params"][:] = parameters
+    group["params"] = as_list
 
 
 def _clearing(zero_grad: Callable, weights: list[Weight]) -> Callable:
@@ -124,11 +128,14 @@ def _clearing(zero_grad: Callable, weights: list[Weight]) -> Callable:
 def find(
     weights: Iterable[Weight], given: Iterable[Any], preconditioner: Any = None
 ) -> tuple[list[Optimizer], list[tuple[Weight, Any]]]:
-    """The optimizers, and the weights whose gamma none of them has, each with the parameter group that it shall join; also
-    before `pc.precondition` has added anything.
+    """The optimizers, without lists and wrappers. Then each weight whose gamma none of them has, with the parameter group
+    that its gamma shall join.
+
+    Nothing is changed, and `pc.precondition` need not have made W and gamma yet.
 
     Raises:
-        UserError: no optimizer holds some weight that is trained, or can train its gamma, or one has another preconditioner.
+        UserError: no optimizer holds a weight that is trained; none can train its gamma; or one has another
+            preconditioner.
     """
     optimizers = unwrapped(given)
     for optimizer in optimizers:
@@ -183,14 +190,14 @@ def _group_for_gamma(weight: Weight, optimizers: list[Optimizer]) -> Any:
     def has_weight(group: dict) -> bool:
         return any(p is weight.effective or p is weight.orig for p in group["params"][:])
 
-    holder, its = next((one, group) for one in optimizers for group in one.param_groups if has_weight(group))
+    holder, own_group = next((one, group) for one in optimizers for group in one.param_groups if has_weight(group))
     if isinstance(holder, of_matrices):
         others = [optimizer for optimizer in optimizers if not isinstance(optimizer, of_matrices)]
         return next((group for other in others for group in other.param_groups if has_vectors(group)), None)
     groups = [group for group in holder.param_groups if has_vectors(group)]
-    if not its.get("use_muon"):  # some optimizers have Muon for such groups, and AdamW for the others
-        groups = [group for group in groups if _rate(group) == _rate(its)]
-    return its if has_vectors(its) or not groups else groups[0]
+    if not own_group.get("use_muon"):  # some optimizers have Muon for such groups, and AdamW for the others
+        groups = [group for group in groups if _rate(group) == _rate(own_group)]
+    return own_group if has_vectors(own_group) or not groups else groups[0]
 
 
 def _rate(group: dict) -> Any:

@@ -40,8 +40,8 @@ POLAR_EXPRESS: tuple[Coefficients, ...] = (
 LEVELS: dict[int | str, Map] = {**dict(sorted(COEFFICIENTS.items())), "polar_express": POLAR_EXPRESS}
 LEVEL_NAMES = ", ".join(map(str, LEVELS))
 
-# How far beyond 1 a map may be evaluated: on [0, REACH] levels 1 to 4 stay below 1.26. Others are checked to, or bounded
-# up to, OTHER_REACH.
+# W / s has a singular value above 1 where s is too low. Up to this value a map may be evaluated: levels 1 to 4 stay below
+# 1.26 on [0, REACH]. Polar Express is bounded on [0, OTHER_REACH], and one's own maps are checked there.
 REACH, OTHER_REACH = 1.2, 1.1
 # Own coefficients: the values that g may take on [0, OTHER_REACH], and how far g(1) may be from 1 without a warning.
 OWN_MAP_RANGE = (-0.05, 1.1)
@@ -104,7 +104,7 @@ def evaluate(map: Map, sigma):
 
 
 def reach(name: Any) -> float:
-    """How far beyond 1 the map of a `name_of` may be evaluated, where its norm was underestimated."""
+    """Up to which value a map may be evaluated; `name` is what `name_of` gives for it."""
     return REACH if name in COEFFICIENTS else OTHER_REACH
 
 
@@ -123,8 +123,11 @@ class Square(NamedTuple):
 
 
 def complete_square(coefficients: Coefficients) -> Square | None:
-    """Of a polynomial of degree 4; None for other degrees, or if a small leading coefficient would make the terms much
-    larger than those of the polynomial itself, so that they cancel."""
+    """Write a polynomial of degree 4 as a `Square`; None for other degrees.
+
+    None also if the leading coefficient is small: then the terms of the square are much larger than the polynomial, and
+    cancel.
+    """
     if len(coefficients) != 5 or not coefficients[4]:
         return None
     a, b, c, d, e = coefficients

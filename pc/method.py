@@ -60,7 +60,7 @@ class Method:
         config: with one level.
 
     Attributes:
-        reach: how far the largest singular value may be above the estimate u^T W v, relative to it.
+        reach: how many times the estimate u^T W v the largest singular value may be, such as 1.2.
     """
 
     def __init__(self, config: PCConfig) -> None:
@@ -85,15 +85,19 @@ class Method:
         return result if scale is None else result * scale
 
     def advance(self, weight: Tensor, u: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """u and v after one more optimizer step, and what a second start found, relative to the estimate by the first [...]."""
+        """u and v after one more optimizer step, checked by `spectral.second_opinion`, and the third of its results."""
         u, v = power_iteration(weight, u, v, self.config.power_iterations)
         return second_opinion(weight, polynomial.gram_matrix(weight), u, v, self.reach)
 
     @torch.no_grad()
     @matmul_precision("ieee")
     def write(self, weight: Tensor, gamma: Tensor, u: Tensor, v: Tensor, *, advance: bool = True) -> tuple[Tensor, ...]:
-        """PC(W), the u and v that it was computed with, which have advanced, unless `advance` is false, and what a second start
-        found [B] (`advance`). The further tensors are what `pull_back` of the same W, u and v can use again."""
+        """PC(W), by u and v that have advanced first, unless `advance` is false.
+
+        Returns:
+            PC(W) [B, n, m]; the new u and v; the third result of `advance` [B], 0 if it is false; and further tensors, which
+            `pull_back` of the same W, u and v can use again.
+        """
         with self._polynomial_precision():
             gram = polynomial.gram_matrix(weight)
         found = weight.new_zeros(len(weight))
@@ -112,18 +116,27 @@ class Method:
     def pull_back(
         self, weight: Tensor, gradient: Tensor, gamma: Tensor, u: Tensor, v: Tensor, *kept: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The gradients of a loss with respect to W and gamma, given that with respect to PC(W): a vector-Jacobian product,
-        [B, n, m] and [B, 1]. `kept`: the further tensors of `write`, or none, as where memory is short.
+        """A vector-Jacobian product: from the gradient H with respect to PC(W), those with respect to W and gamma.
 
-        dW = gamma r / s (dN - <dN, N> u v^T), and dgamma = r <g(N), H>, where r = s.detach(), or 1 without
-        `norm_recovery`.
+        Let N = W / s. Let r = s.detach(), or 1 without `norm_recovery`, so that PC(W) = gamma r g(N). Let dN be the gradient
+        of <g(N), H> with respect to N. Then
 
-        N = W / s, H is the gradient with respect to PC(W), and dN that of <g(N), H> with respect to N. The second term
-        is the part through the divisor s, whose gradient is u v^T. `polynomial.vjp` gives dN and both inner products.
+            dW = gamma r / s (dN - <dN, N> u v^T)    dgamma = r <g(N), H>
+
+        The term with u v^T is the part through the divisor s, whose gradient with respect to W is u v^T.
+        `polynomial.vjp` gives dN and both inner products.
+
+        Args:
+            gradient: H, [B, n, m].
+            kept: the further tensors of `write`; without them they are computed again.
+
+        Returns:
+            dW [B, n, m] and dgamma [B, 1].
         """
         s = spectral_norm_estimate(weight, u, v)[:, None, None]
         scale = self._scale(s, gamma)
         with self._polynomial_precision():
+            # the products are <g(N), H> and <dN, N>
             d_weight, value_product, matrix_product = polynomial.vjp(
                 self.map, weight, gradient, divisor=s, scale=scale, kept=kept
             )

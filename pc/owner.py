@@ -50,9 +50,9 @@ class Plan:
     Every rank of the mesh makes it for the same items.
 
     Args:
-        inputs: the tensors of each item, plain or `DTensor`, all of one dtype. The first is a matrix [n, m]; or a stack
-            [E, n, m], and then the first dimension of all its item's tensors counts independent matrices. A plain
-            tensor must be the same on every rank.
+        inputs: the tensors of each item, plain or `DTensor`, all of one dtype. The first of an item is a matrix [n, m], or a
+            stack [E, n, m] of E matrices; then all tensors of the item begin with E. A plain tensor must be the same on
+            every rank.
         outputs: the tensors of each item to write results into, all of one dtype; they may also be inputs.
         settings: of each item, for the function; None for all by default.
         costs: of a matrix of each item; the default is `matrix_cost`.
@@ -87,8 +87,9 @@ class Plan:
                 owned[owner].append(matrix)
             # Alone, each matrix is a bucket of its own: the function gets views of the stored tensors, without a copy.
             limit = 0 if one_by_one and not group.process_group else BUCKET_BYTES
+            # The first bucket has the first chunk of every owner, and so on: all owners work at the same time.
             buckets = itertools.zip_longest(*(_chunks(of_owner, limit) for of_owner in owned), fillvalue=[])
-            self._buckets += [_Bucket(group, of_owners, one_by_one) for of_owners in buckets]  # all owners work on each
+            self._buckets += [_Bucket(group, of_owners, one_by_one) for of_owners in buckets]
 
     @torch.no_grad()
     def run(self, function: Callable[..., Sequence[Tensor]], inputs: Sequence[Item], outputs: Sequence[Item]) -> None:
@@ -163,10 +164,10 @@ def _group(tensors: Sequence[Tensor], replicas: dist.ProcessGroup | None) -> _Gr
         raise UserError("pc.owner needs the tensors of an item on one device mesh")
     dimensions = {d for tensor in tensors for d in sharded_dims(tensor)}
     if is_stack(tensors[0]):
-        # Leave out the mesh dimensions that shard E of every tensor: there each rank holds its matrices whole. If one
-        # tensor (a replicated gamma) is sharded otherwise, keep them.
-        alike = {frozenset(d for d, dim in sharded_dims(tensor).items() if dim == 0) for tensor in tensors}
-        dimensions -= alike.pop() if len(alike) == 1 else set()
+        # Where mesh dimensions shard E of every tensor, each rank holds whole matrices: no exchange there. If one tensor
+        # is sharded otherwise, as a replicated gamma is, its parts must be exchanged.
+        shard_e = {frozenset(d for d, dim in sharded_dims(tensor).items() if dim == 0) for tensor in tensors}
+        dimensions -= shard_e.pop() if len(shard_e) == 1 else set()
     if dimensions:
         return _group_of(meshes.pop(), tuple(sorted(dimensions)), dist.group.WORLD)
     if replicas and replicas.size() > 1 and not any(isinstance(tensor, DTensor) for tensor in tensors):
@@ -195,7 +196,8 @@ def _matrices(group: _Group, item: int, given: Item, wanted: Item, settings: Has
     """The matrices of an item that a group's ranks hold together."""
 
     def sharding(tensor: Tensor) -> Sharding:
-        """As the group sees it: for a rank alone its shard is the whole tensor, and indices of a stack are local."""
+        """Shape and placements as the group sees them. For a rank alone its shard is the whole tensor, so index 0 of a stack
+        is the first matrix that this rank holds."""
         if group.process_group and isinstance(tensor, DTensor) and sharded_dims(tensor):
             return tensor.shape, tensor.placements
         return local(tensor).shape, (Replicate(),) * len(group.sizes)
@@ -221,8 +223,8 @@ class _Matrix:
         """What the rank `holder` has of the inputs or outputs.
 
         Args:
-            nearest_to: a rank that needs one copy. Of a tensor that is replicated over a mesh dimension, only a holder at
-                that rank's coordinate there has a piece.
+            nearest_to: a rank that needs one copy of each piece. Where a tensor is replicated over a mesh dimension,
+                several ranks hold the same piece; only the one with this rank's coordinate there gives it.
         """
         place = group.places[holder]
         other = place if nearest_to is None else group.places[nearest_to]
@@ -282,8 +284,8 @@ class _Bucket:
         like = local(inputs[0][0])
         if self.is_sharded:
             shards = self._exchange(shards, self.held[INPUTS], self.owned[INPUTS], like)
-        # Without an exchange every input is whole here, so `nearest_to` leaves only this rank's own pieces in `held`, in
-        # the order of `self.owned`: they can be taken as if they were received.
+        # Else every rank has every input whole. `nearest_to` has then left in `held` only the inputs that this rank owns, in
+        # the order of `owned`. So they are taken as if they had been received.
         batches = self._assemble(shards, like)
         results = []
         for batch in self.batches:

@@ -47,7 +47,7 @@ def apply_and_keep(
             factor = scale.reshape(-1, 1, 1) if factor is None else factor * scale.reshape(-1, 1, 1)
         polynomial = value if factor is None else value * factor
         batch = batch @ polynomial if batch.size(-2) > batch.size(-1) else polynomial @ batch
-        gram = factor = None  # what was given is for the first stage
+        gram = factor = None  # the Gram matrix and divisor given are those of the first stage
     return batch.reshape(matrix.shape), kept
 
 
@@ -82,7 +82,7 @@ def vjp(
     batch, gradient = (x.reshape(-1, *x.shape[-2:]) for x in (matrix, gradient))
     one = matrix.new_ones(1, 1, 1)
     divisor, scale = (one if x is None else x.reshape(-1, 1, 1) for x in (divisor, scale))
-    if others:  # the value is that of the last stage, the gradient goes back through the first
+    if others:  # a composite: back through the later stages, at the result of the first, then through the first
         gradient, value_product, _ = vjp(tuple(others), apply_and_keep(first, batch, divisor=divisor)[0], gradient)
         result, _, matrix_product = _stage_vjp(first, batch, divisor, scale, gradient, kept)
     else:
@@ -118,10 +118,13 @@ def _values(coefficients: Coefficients, gram: Tensor) -> list[Tensor]:
 
 
 def _gradient(coefficients: Coefficients, gram: Tensor, inner: Sequence[Tensor], outer: Tensor) -> Tensor:
-    """The gradient of `<p(G), S>` with respect to `G`, symmetric, for a symmetric `outer` = S [B, r, r].
+    """The gradient of `<p(G), S>` with respect to `G`. It is symmetric, as S = `outer` [B, r, r] is.
 
     All values are polynomials of `G`, so they are symmetric and commute. The gradient with respect to P of `<P P, S>`
-    is `S P + P S`: one matmul and its transpose.
+    is `S P + P S`: one matmul and its transpose. It follows how `_values` computes p:
+
+        p = factor root^2 + linear G + constant    factor (S root + root S) goes on to root; S linear is added
+        p = G q(G) + constant                      (G S + S G) / 2 goes on to q; (S q + q S) / 2 is added
 
     Args:
         inner: `_values` without the first.

@@ -50,11 +50,11 @@ COPIED_EARLY = (
 
 
 class Guard:
-    """A hook before the forward pass of a module without PC(W) of its W.
+    """A hook before the forward pass of a module whose `weight` is not PC(W) of its W. It writes PC(W), or raises an error.
 
     Args:
-        reason: why there is none.
-        write: makes PC(W); a copy of the hook, in a copy of the module, has none.
+        reason: why there is no PC(W), for the error.
+        write: writes PC(W). A copy of the hook, in a copy of the module, has no `write`.
     """
 
     def __init__(self, reason: str, write: Callable[[], None] | None = None) -> None:
@@ -66,7 +66,7 @@ class Guard:
     def __call__(self, module: nn.Module, _) -> None:
         if self._write is not None:
             return self._write()
-        for name, _weight in named_weights(module):
+        for name, _weight in named_weights(module):  # the first, if there is one
             raise UserError(f"there is no PC(W) of {name}: {self._reason}")
 
     def put_on(self, modules: Iterable[nn.Module]) -> None:
@@ -126,7 +126,7 @@ class Preconditioner:
         self.weights: dict[str, Weight] = {name: w for model in models for name, w in named_weights(model)}
         self._plans = RecentPlans()
         self._kept: dict[tuple, Kept] = {}
-        """by the matrices of a batch; for the PC(W) that the weights hold"""
+        """what writing the present PC(W) has left for `pull_back`, by the matrices of a batch"""
         self._hooks: dict[Optimizer, list[RemovableHandle]] = {}
         """by followed optimizer"""
         self._stepped: set[Optimizer] = set()
@@ -134,9 +134,9 @@ class Preconditioner:
         self._replaced: dict[tuple, Tensor] = {}
         """by the matrices of a batch: how often their u and v were replaced, on the device"""
         self._estimates: Tensor | None = None
-        """[2]: how often since `take_estimates`, and the largest value that a second start found, relative to the estimate"""
+        """`take_estimates` returns it: sum and maximum of the `estimates` of `WeightSplit.write`"""
         self._is_pulled_back = False
-        """since PC(W) was written"""
+        """whether gradients were pulled back since PC(W) was written"""
         self._is_stale = False
         """whether W or gamma is newer than PC(W)"""
         self._lock = threading.RLock()  # a thread may evaluate while a step is taken
@@ -196,13 +196,13 @@ class Preconditioner:
             outputs: list[Item] = []
             for weight in used:
                 gradient: Any = weight.effective.grad  # perhaps a view of DDP's bucket, so it is not written to
-                inputs.append((weight.orig, gradient, weight.factors, weight.u, weight.v))
-                outputs.append((torch.empty_like(gradient), torch.zeros_like(weight.factors)))
+                inputs.append((weight.orig, gradient, weight.gamma_values, weight.u, weight.v))
+                outputs.append((torch.empty_like(gradient), torch.zeros_like(weight.gamma_values)))
             self._run("pull back", self._pull_back_batch, used, inputs, outputs)
-            for weight, (gradient, of_gamma) in zip(used, outputs, strict=True):
+            for weight, (gradient, gamma_gradient) in zip(used, outputs, strict=True):
                 weight.effective.grad = None
                 _add_gradient(weight.orig, gradient)
-                _add_gradient(weight.gamma, viewed(of_gamma, (of_gamma.numel(),)))
+                _add_gradient(weight.gamma, viewed(gamma_gradient, (gamma_gradient.numel(),)))
             self._is_pulled_back = True
 
     @torch.no_grad()
@@ -224,7 +224,7 @@ class Preconditioner:
                 self._write(advance=True, share=False)
 
     def note_loaded(self) -> None:
-        """All tensors of all weights were set: `weight` is their PC(W)."""
+        """Call it when all tensors of all weights were loaded: `weight` is then taken for PC(W) of W."""
         self._kept.clear()
         self._is_stale = False
         self._stepped.clear()
@@ -239,8 +239,10 @@ class Preconditioner:
         return {name: int(count) for name, count in zip(names, counts, strict=True) if count}
 
     def take_estimates(self) -> Tensor:
-        """How often u and v were `replaced` since the last call, and the largest value that a second start found, relative
-        to the estimate, on this rank [2]. Does not wait."""
+        """What second starts of this rank have found since the last call, [2]. Does not wait.
+
+        First how often they replaced u and v. Then the largest value that they found over the estimate u^T W v.
+        """
         if self._estimates is None:  # this rank computes no matrix
             return local(next(iter(self.weights.values())).orig).new_zeros(2)
         taken, self._estimates = self._estimates, None
@@ -258,17 +260,18 @@ class Preconditioner:
         """`share`: all ranks call this now, so that those with equal whole weights may divide the matrices among them."""
         self._require_in_place()
         weights = list(self.weights.values())
-        inputs = [(w.orig, w.factors, w.u, w.v) for w in weights]
+        inputs = [(w.orig, w.gamma_values, w.u, w.v) for w in weights]
         outputs: list[Item] = [(w.effective, w.u, w.v) for w in weights]
         self._kept.clear()
 
         def write(matrices: tuple, split: WeightSplit, *tensors: Tensor) -> Sequence[Tensor]:
-            *results, noted, kept = split.write(*tensors, advance=advance)
-            self._replaced[matrices] = self._replaced[matrices] + noted[0] if matrices in self._replaced else noted[0]
+            *results, estimates, kept = split.write(*tensors, advance=advance)
+            count, largest = estimates.unbind()
+            self._replaced[matrices] = self._replaced[matrices] + count if matrices in self._replaced else count
             if self._estimates is None:
-                self._estimates = torch.zeros_like(noted)
-            self._estimates[0].add_(noted[0])
-            torch.maximum(self._estimates[1], noted[1], out=self._estimates[1])
+                self._estimates = torch.zeros_like(estimates)
+            self._estimates[0].add_(count)
+            torch.maximum(self._estimates[1], largest, out=self._estimates[1])
             if sum(map(_bytes, self._kept.values())) + _bytes(kept) <= KEPT_BYTES:
                 self._kept[matrices] = kept
             return results
@@ -402,8 +405,11 @@ class Preconditioner:
             self._wait_for_write()
 
     def _moves(self, optimizer: Optimizer) -> bool:
-        """Whether a step may have moved W. One that creates optimizer state, as torch.distributed.checkpoint takes it, has rate
-        0 and gradients that were not pulled back."""
+        """Whether a step may have moved W.
+
+        torch.distributed.checkpoint takes steps that only create optimizer state: their rate is 0, and nothing was pulled
+        back before them.
+        """
         is_real = self._is_pulled_back or any(group.get("lr") != 0 for group in optimizer.param_groups)
         return is_real and any(weight.orig.grad is not None for weight in self.weights.values())
 
@@ -419,8 +425,13 @@ class Preconditioner:
         self._versions = [_versions(weight) for weight in self.weights.values()]
 
     def _take_note_of_changes(self) -> None:
-        """Compare tensors' version counters with those when PC(W) was written. All of a weight's have changed if a state was
-        loaded, W alone if somebody changed it. Fused optimizers do not count; those that are followed are seen by hooks.
+        """Find by version counters which tensors have changed since they were noted, and draw the conclusion:
+
+            all tensors of a weight    a state was loaded, so `weight` is PC(W)
+            W, but not `weight`        somebody changed W, so PC(W) is stale
+            `weight`, but not all      an error, unless PC(W) is stale and will be written anyway
+
+        Fused optimizers do not move the counters. Hooks see the steps of those that are followed.
 
         Raises:
             UserError: PC(W) alone has changed, or a weight is not where it was.

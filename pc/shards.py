@@ -37,8 +37,11 @@ def is_stack(weight: Tensor) -> bool:
 
 
 def on_any_rank(found: Tensor, tensors: Iterable[Tensor], *groups: dist.ProcessGroup) -> Tensor:
-    """Whether conditions are true on this rank, or on any of `groups` or that holds part of the same tensors. All of them
-    call this, so that all go the same way: one would wait for another in the next collective."""
+    """Whether each condition is true on any rank that shares these tensors or is in one of `groups`.
+
+    All these ranks call it and get the same answer. If they went different ways, one would wait for another for ever in
+    the next collective.
+    """
     found = found.float()
     meshes = dict.fromkeys(tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor))
     for group in dict.fromkeys([*(group for mesh in meshes for group in mesh.get_all_groups()), *groups]):
@@ -69,11 +72,11 @@ def shard_like(weight: Tensor, tensor: Tensor) -> Tensor:
 
 
 def shard_gammas(weight: Tensor, gammas: Tensor) -> Tensor:
-    """Gammas [P] of a weight, or [E, P] of a stack flattened to [E P], sharded to be its state. In two dimensions Muon
-    would treat them as a matrix.
+    """The gammas of a weight that is P matrices, sharded to be its state: [P]; or [E P], from [E, P] of a stack.
 
-    A stack's are sharded as the stack is. For P > 1 and an E that the ranks do not divide they are replicated, because
-    DTensor would divide [E P] elsewhere than the stack.
+    They have one dimension, because Muon would treat two as a matrix. A stack's are sharded as the stack is. But if P > 1
+    and E does not divide by the number of ranks, each rank has all: DTensor would cut [E P] elsewhere than the stack. For
+    example, 3 experts on 2 ranks are 2 and 1; their 6 gammas, for P = 2, would be 3 and 3 instead of 4 and 2.
     """
     if not isinstance(weight, DTensor):
         return gammas.flatten()
@@ -107,6 +110,7 @@ def held_slices(shape: Ints, placements: tuple[Placement, ...], sizes: Ints, coo
     """
     held = [slice(0, size) for size in shape]
     dims = [getattr(placement, "dim", None) for placement in placements]
+    # FSDP marks its dimension "strided" where tensor parallelism has sharded the same one before: that shard is cut again
     plain = [d for d, placement in enumerate(placements) if type(placement) is Shard]
     strided = [d for d, placement in enumerate(placements) if d not in plain and not placement.is_replicate()]
     not_a_slice = UserError(f"pc.owner needs shards that are slices of their tensor, not {placements}")

@@ -14,9 +14,8 @@ from pc.polynomial import gram_matrix
 EPSILON = 1e-7
 
 SECOND_PRODUCTS = 10  # with the Gram matrix: as many as the paper's power iterations
-GOLDEN_RATIO = (
-    0.6180339887498949  # its multiples' fractions are spread evenly, so that no direction is orthogonal to them
-)
+# The fractional parts of its multiples are spread evenly: a start that hardly any direction is orthogonal to.
+GOLDEN_RATIO = 0.6180339887498949
 
 
 def initial_vectors(name: str, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -72,7 +71,9 @@ def power_iteration_by_gram(weight: Tensor, gram: Tensor, u: Tensor, v: Tensor, 
 
 
 def second_opinion(weight: Tensor, gram: Tensor, u: Tensor, v: Tensor, reach: float) -> tuple[Tensor, Tensor, Tensor]:
-    """`u`, `v`, or where a second start finds a singular value more than `reach` times `u^T W v`, its vectors in their place.
+    """Check the estimate `u^T W v` of the largest singular value by a second start of power iteration, and correct it.
+
+    If the second start finds more than `reach` times the estimate, its vectors replace `u` and `v`; else they stay.
 
     A power iteration that goes on from the previous step's vectors does not see a direction that they have lost, or that
     grew in one step. Its estimate is then too low, and a map is bounded only up to its reach. The second start is the same
@@ -86,13 +87,15 @@ def second_opinion(weight: Tensor, gram: Tensor, u: Tensor, v: Tensor, reach: fl
         reach: how far above 1 the map may be evaluated.
 
     Returns:
-        u [..., n], v [..., m], and what the second start found, relative to `u^T W v` [...]: above `reach` they are new.
+        u [..., n], v [..., m], and what the second start found over `u^T W v` [...], 1 if they agree. Above `reach` the
+        vectors are new.
     """
     with torch.no_grad():
         size = gram.size(-1)
         index = torch.arange(1, size + 1, device=weight.device, dtype=weight.dtype)
         vector = (index * GOLDEN_RATIO).frac().sub(0.5).expand(*gram.shape[:-2], size)
-        # of eigenvalues of at most 1, the largest is at least size^-1/2, so that ten products do not underflow
+        # Divided by its Frobenius norm, the Gram matrix has its largest eigenvalue between size^-1/2 and 1. So ten
+        # products neither overflow nor underflow.
         scale = torch.linalg.matrix_norm(gram, keepdim=True).clamp(min=torch.finfo(gram.dtype).tiny).reciprocal()
         for _ in range(SECOND_PRODUCTS):
             vector = _product(gram, vector) * scale[..., 0]

@@ -49,8 +49,11 @@ class Part:
 class WeightSplit:
     """A `MatrixSplit` of a weight of known shape.
 
-    Functions take batches of B such weights [B, ...] and of their tensors: the gammas of all P matrices, [B, P]; u
-    concatenated, [B, sum of rows]; and v, [B, P, m], or [B, m] for P = 1, as in a `PCLinear`.
+    Functions take a batch of B such weights [B, ...] that are P matrices each, and with it
+
+        gamma    [B, P]
+        u        [B, rows of all P matrices together]
+        v        [B, P, m], or [B, m] for P = 1, as in a `PCLinear`
     """
 
     parts: tuple[Part, ...]
@@ -98,8 +101,8 @@ class WeightSplit:
         of_u, of_v = ([pair[i].reshape(batch, -1) for pair in drawn] for i in (0, 1))
         return torch.cat(of_u, 1).reshape(self.u_shape), torch.cat(of_v, 1).reshape(self.v_shape)
 
-    # Each of these gives the tensors of each chosen part, with B' = B times its `count`: of 5 experts [5, 24, m] that are
-    # gate and up, two tensors [5, 12, m]; if each were 3 heads, two of [15, 4, m].
+    # Each of these gives one tensor for each chosen part, with B' = B times its `count`. For 5 experts [5, 24, m] that are
+    # gate and up, they are two tensors [5, 12, m]. If gate and up were 3 heads each, they would be two of [15, 4, m].
 
     def split_weight(self, weight: Tensor) -> list[Tensor]:
         """[B', rows, columns]"""
@@ -144,20 +147,24 @@ class WeightSplit:
     def write(
         self, orig: Tensor, gamma: Tensor, u: Tensor, v: Tensor, *, advance: bool = True
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Kept]:
-        """PC(W) as stored; the u and v that it was computed with; in how many matrices these were replaced, and the largest
-        value that a second start found, relative to the estimate [2]; and what `pull_back` can use again."""
+        """`Method.write` of every chosen part.
+
+        Returns:
+            PC(W) as stored; the new u and v; estimates [2]; and what `pull_back` can use again. The estimates say in how many
+            matrices a second start replaced u and v, and the largest value that it found over `u^T W v`.
+        """
         results = [
             part.method.write(*tensors, advance=advance)
             for part, *tensors in zip(self.chosen, self.split_weight(orig), *self._split_all(gamma, u, v), strict=True)
         ]
         weights, of_u, of_v, found = zip(*(of_part[:4] for of_part in results), strict=True)
         replaced = sum((one > part.method.reach).sum() for part, one in zip(self.chosen, found, strict=True))
-        noted = torch.stack([replaced.to(orig.dtype), torch.cat(found).max()])
+        estimates = torch.stack([replaced.to(orig.dtype), torch.cat(found).max()])
         return (
             self.join_weight(weights, base=orig),
             self.join(of_u),
             self.join_v(of_v),
-            noted,
+            estimates,
             [of[4:] for of in results],
         )
 

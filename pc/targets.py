@@ -23,8 +23,8 @@ def clean_name(name: str) -> str:
     return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
 
 
-class Other(NamedTuple):
-    """A weight of two dimensions or more without PC."""
+class LeftOut(NamedTuple):
+    """A weight of two dimensions or more that gets no PC."""
 
     shape: list[int]
     is_known: bool
@@ -33,7 +33,7 @@ class Other(NamedTuple):
     """of a linear layer, which a pattern may name"""
 
 
-def find(model: nn.Module, config: PCConfig) -> tuple[dict[str, Weight], dict[str, Other]]:
+def find(model: nn.Module, config: PCConfig) -> tuple[dict[str, Weight], dict[str, LeftOut]]:
     """The weights that `config` names, not marked yet, and all others, by their parameters' full names.
 
     Raises:
@@ -52,7 +52,7 @@ def find(model: nn.Module, config: PCConfig) -> tuple[dict[str, Weight], dict[st
         if hasattr(module, "no_sync") or hasattr(module, "unshard"):
             raise UserError("the model is already wrapped in DDP or FSDP; call pc.attach first")
     targets: dict[str, Weight] = {}
-    others: dict[str, Other] = {}
+    others: dict[str, LeftOut] = {}
     modules = {clean_name(name): module for name, module in model.named_modules()}
     splits = all_splits(config, modules)
     for module_name, module in modules.items():
@@ -72,11 +72,11 @@ def find(model: nn.Module, config: PCConfig) -> tuple[dict[str, Weight], dict[st
                 split = MatrixSplit()  # a pattern may name any of these
             if split is not None:
                 blocks = split.blocks
-            else:  # none of the blocks, or unknown: one part, so that an entry that matches its name raises below
+            else:  # known to be none of the blocks; or unknown, and then an entry that matches its name raises below
                 blocks = () if is_known else ("",)
             entries = [_entry_of(config, block, module_name, full_name) for block in blocks]
             if not any(entries):
-                others[full_name] = Other([*parameter.shape], is_known, is_linear)
+                others[full_name] = LeftOut([*parameter.shape], is_known, is_linear)
                 continue
             if split is None:
                 raise UserError(
@@ -92,7 +92,7 @@ def find(model: nn.Module, config: PCConfig) -> tuple[dict[str, Weight], dict[st
 
 
 def _computed_weights(module: nn.Module) -> list[str]:
-    """What torch.nn.utils has put other parameters in the place of."""
+    """Names of weights that torch.nn.utils computes from other parameters, such as `weight` from `weight_orig` and a mask."""
     own = [*module._parameters]
     hidden = [key[: -len(end)] for key in own for end in ("_orig", "_g") if key.endswith(end)]
     return [*getattr(module, "parametrizations", ()), *(key for key in hidden if key not in own)]
@@ -113,9 +113,12 @@ def all_splits(config: PCConfig, modules: dict[str, nn.Module]) -> dict[str, Mat
     return splits
 
 
-def require_complete(config: PCConfig, targets: dict[str, Weight], others: dict[str, Other]) -> None:
-    """Raise a `UserError` if an entry of `blocks` or `splits` finds nothing, or an entry of `blocks` may miss an
-    unknown weight beside its own."""
+def require_complete(config: PCConfig, targets: dict[str, Weight], others: dict[str, LeftOut]) -> None:
+    """Raise a `UserError` if an entry of `blocks` or `splits` finds no weight.
+
+    Also if an entry of `blocks`, such as ffn, finds some weights of an MLP, and another weight of it is not known: that
+    could belong to ffn too.
+    """
     for pattern in config.splits or {}:
         if not any(_is_named(pattern, parameter) for parameter in [*targets, *others]):
             raise UserError(f"pc.splits: {pattern!r} matches no weight of the model")
@@ -189,7 +192,7 @@ def _part_of_layer(name: str) -> str:
     return layer[0] if layer else around
 
 
-def _patterns(others: dict[str, Other]) -> str:
+def _patterns(others: dict[str, LeftOut]) -> str:
     """An argument of `PCConfig` that names the unknown linear layers in numbered layers; "" if there are none."""
     unknown = [parameter for parameter, other in others.items() if other.is_linear and not other.is_known]
     names = dict.fromkeys(wildcard_layers(parameter).removesuffix(".weight") for parameter in unknown)

@@ -1,17 +1,17 @@
-"""What commands print: text of others shows as text, and tells the terminal nothing."""
+"""What commands print. Text from elsewhere, such as a file name, is shown and cannot steer the terminal."""
 
 import re
 import sys
 from typing import Any, TextIO
 
-_TOLD = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+_STEERS = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 """Control characters, such as ESC, and those that turn the direction of text; halves of pairs, which cannot be encoded.
 Ends of lines, tabs and the return of a progress bar stay."""
 
 
 def plain(text: str) -> str:
-    r"""`text` with what tells a terminal something as it is written in Python, such as \x1b."""
-    return _TOLD.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    r"""`text` with each character that steers a terminal replaced by its Python escape, such as \x1b."""
+    return _STEERS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 class _Plain:
@@ -28,6 +28,6 @@ class _Plain:
 
 
 def print_plainly() -> None:
-    """From now on, let this process write plain text to stdout and stderr; what it starts sees to itself."""
+    """Make this process write plain text to stdout and stderr from now on. The processes that it starts do not change."""
     # Here and not at each print, of which there are many: of argparse, of warnings, of libraries and of tracebacks too.
     sys.stdout, sys.stderr = _Plain(sys.stdout), _Plain(sys.stderr)  # type: ignore[assignment]

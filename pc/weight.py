@@ -60,8 +60,8 @@ class Weight:
         return self.module._parameters.get(self._key("gamma"))
 
     @property
-    def factors(self) -> Tensor:
-        """The values of gamma in the shape that the split takes, [P] or [E, P]; ones where it is not learnable."""
+    def gamma_values(self) -> Tensor:
+        """Gamma without its gradient, in the shape that the split takes, [P] or [E, P]; ones where it is not learnable."""
         gamma = self._ones() if self.gamma is None else self.gamma.detach()
         return viewed(gamma, self.split.gamma_shape)
 
@@ -143,7 +143,8 @@ def require_precision(weight: Weight) -> None:
 
 
 def weights_of(module: nn.Module) -> Iterator[Weight]:
-    """Those of the module itself: a wrapper such as peft's hands attributes of the wrapped module on."""
+    """The marked weights of a module itself, not of one inside it."""
+    # `vars`, because a wrapper such as peft's also shows the attributes of the module inside it
     for attribute, (name, split) in vars(module).get("pc_weights", {}).items():
         yield Weight(name, module, attribute, split)
 

@@ -26,8 +26,8 @@ class PCTrainerMixin(Trainer):
         return started(model, is_replicated=not self.is_fsdp_enabled)
 
     def create_optimizer(self, *args, **kwargs) -> torch.optim.Optimizer:
-        """Called before the model is wrapped. In a new run too the optimizer is made of W and gammas, for a resume has the
-        same groups."""
+        """Called before the model is wrapped. A new run makes the optimizer of W and gammas, as a resume does, so that both
+        have the same parameter groups."""
         if not self.is_fsdp_enabled:
             self.preconditioner.write_if_stale()
         return super().create_optimizer(*args, **kwargs)

@@ -32,7 +32,7 @@ class PCCallback(Callback):
 
     def on_fit_start(self, trainer, pl_module) -> None:
         self._start(trainer, pl_module)
-        self.preconditioner.note_loaded()  # DDP has given all ranks the weights of the first, which they had
+        self.preconditioner.note_loaded()  # DDP has set all weights, to the values that they had
         self.preconditioner.follow(*trainer.optimizers)
 
     def on_validation_start(self, trainer, pl_module) -> None:

@@ -25,7 +25,8 @@ class Trainer(torchtitan.train.Trainer):
         self.preconditioner = self._make_preconditioner()
 
     def _make_preconditioner(self) -> Preconditioner | None:
-        """None without PC, or in a pipeline stage without weights of PC, or before plain weights are loaded, which become W."""
+        """None if no weight here has PC, as in some pipeline stages. None also while plain weights are still to be loaded,
+        which become W."""
         settings = self.job_config.checkpoint
         is_plain = settings.enable and settings.initial_load_model_only and not Path(self.checkpointer.folder).exists()
         if self.step == 0 and is_plain:
@@ -34,7 +35,7 @@ class Trainer(torchtitan.train.Trainer):
             return None
         preconditioner = precondition(self.model_parts)
         preconditioner.follow(self.optimizers.optimizers)
-        self.checkpointer.states[MODEL] = ModelWrapper(self.model_parts)  # which has listed the model's state before
+        self.checkpointer.states[MODEL] = ModelWrapper(self.model_parts)  # the first one listed the state without W
         return preconditioner
 
     def train_step(self, data_iterator) -> None:

@@ -33,7 +33,7 @@ class Hyperball(torch.optim.Optimizer):
     """
 
     _has_no_zero = False
-    """Whether that was seen of all matrices, on all ranks."""
+    """Whether a step has found, on all ranks, that no matrix is zero."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)

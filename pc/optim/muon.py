@@ -23,8 +23,8 @@ class Muon(torch.optim.Muon):
     Momentum and weight updates are elementwise and run on the shards. One owner rank (`pc.owner`) orthogonalises each
     matrix with torch's own function. Matrices travel in bfloat16, the precision of that function. They are
     orthogonalised one by one: batched matmuls round differently in about one of fifty small matrices, and at the
-    sizes of language models one matmul fills a GPU. A parameter group with a "split" is split into matrices as a weight
-    of PC is; the factor of the learning rate follows from the shape of a matrix.
+    sizes of language models one matmul fills a GPU. The weights of a parameter group with a "split" are cut into matrices, as
+    weights with PC are. Each matrix has the factor of the learning rate that its own shape gives.
 
     The momentum is torch's running mean, `buf = mu buf + (1 - mu) g`. The paper writes `buf = mu buf + g`.
     Orthogonalisation cancels the constant factor between the two, up to its epsilon of 1e-7 against the update's norm.
@@ -85,8 +85,8 @@ class Muon(torch.optim.Muon):
             [_adjust_lr(1.0, group["adjust_lr_fn"], torch.Size((p.rows, split.columns))) for p in split.parts]
             for split in splits
         ]
-        # The owner multiplies each part by its factor over the weight's largest, and `shard.add_` below by the largest: a
-        # weight of one part is then not multiplied in bfloat16 at all.
+        # Let the parts of a weight have the factors 1 and 2. The owner multiplies them by 0.5 and 1, in bfloat16; `shard.add_`
+        # below multiplies the weight by 2. So a weight of one part is not multiplied in bfloat16 at all.
         settings = [(split, options, tuple(f / max(of) for f in of)) for split, of in zip(splits, factors, strict=True)]
         name = (*map(id, parameters), *settings)
         plan = self._plans.get(name, lambda: Plan(items, items, settings, [split.cost for split in splits]))
@@ -106,7 +106,7 @@ def _split(parameter: Tensor, group: dict) -> WeightSplit:
 
 
 def _orthogonalise(settings: tuple, updates: Tensor) -> tuple[Tensor]:
-    """Of every matrix, times the part's relative factor of the learning rate."""
+    """Orthogonalise every matrix, and multiply it by its part's factor in `settings`."""
     split, options, scales = settings
     parts = [
         torch.stack([_zeropower_via_newtonschulz(matrix, *options) for matrix in matrices])

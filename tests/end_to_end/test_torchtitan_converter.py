@@ -128,7 +128,7 @@ def straight_and_resumed(rank, words):
         0
     ]  # from PC(W), as plain weights
     model = trainer.model_parts[0]
-    rows = [(w.effective, w.split, w.orig, w.factors, w.u, w.v) for w in trainer.preconditioner.weights.values()]
+    rows = [(w.effective, w.split, w.orig, w.gamma_values, w.u, w.v) for w in trainer.preconditioner.weights.values()]
     for row in rows:
         require_pc(*row)
     gammas = torch.cat([row[3].detach().flatten() for row in rows])

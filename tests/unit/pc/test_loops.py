@@ -455,7 +455,7 @@ def test_while_an_optimizer_has_yet_to_step_what_is_read_is_pc(read):
     elif read == "merge":
         preconditioner = loop.preconditioner
         effective = {name: weight.effective for name, weight in preconditioner.weights.items()}
-        weights = [(weight.split, weight.orig, weight.factors) for weight in preconditioner.weights.values()]
+        weights = [(weight.split, weight.orig, weight.gamma_values) for weight in preconditioner.weights.values()]
         pc.merge(loop.model)
         for weight, (_, orig, gamma) in zip(effective.values(), weights, strict=True):
             u, s, v = torch.linalg.svd(orig)
