@@ -1,6 +1,12 @@
 """Start a run on this machine or under SLURM, and start many.
 
-In this order: `local` is the command, `launch` starts a run's processes and hands signals on, `nodes` says where they
-meet, `worker` is one of them, `outcome` is what is said at the end; `slurm` does the same inside a job. `run` is what
-sweeps hand on, `sweep/` trains many.
+A start on this machine goes through them in this order:
+
+local      the command: checks the config, then calls the next
+launch     starts the processes of the run, and hands signals on to them
+nodes      where processes of several machines meet
+worker     one process of the run: makes the trainer and trains
+outcome    what the command says at the end
+
+`slurm` starts a run inside a SLURM job. `sweep/` starts many runs, each described by a `run.Run`.
 """

@@ -25,7 +25,7 @@ TRAINER = "pc_recipe.runs.worker"
 ONE_MACHINE = Nodes()
 SECONDS_BETWEEN_PROGRESS_LINES = 20
 SECONDS_OF_ONE_WISH = 1.0
-"""Signals within this time are one: `timeout` sends its signal to a process and again to its group."""
+"""Signals within this time count as one wish to stop. `timeout`, for example, signals a process and then its group."""
 
 GLIBC_KEEPS_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_TOP_PAD_": str(2**26)}
 """Otherwise the C library returns every freed large tensor to the kernel, which clears the pages of the next one: some
@@ -60,10 +60,10 @@ def count_processes() -> int:
 
 
 class _Stop:
-    """Hands on, to a training command, the signals that end it: the first asks it to save and stop, a later one ends it,
-    and SIGQUIT does so at once.
+    """Handles the signals that shall end a training command.
 
-    The ranks save and stop after SIGUSR2. The command has a process group of its own, so that Ctrl-C in a terminal
+    After the first the command is asked to save and stop: its ranks get SIGUSR2, which tells them to. A later signal, or
+    SIGQUIT, kills it. The command has a process group of its own, so that Ctrl-C in a terminal
     reaches this process alone.
     """
 
@@ -132,18 +132,18 @@ def run_command(
         locks: open files that the command inherits, so that locks last if this process is killed.
         output: in place of the console.
         meanwhile: called from time to time.
-        under_slurm: SIGTERM, which SLURM sends some time before it takes the nodes away, perhaps to this process alone
-            (`proctrack/cgroup`), always asks to stop: SLURM itself ends what takes too long.
+        under_slurm: signals never kill the command; each asks it to save and stop. SLURM sends SIGTERM some time before it
+            takes the nodes away, perhaps to this process alone (`proctrack/cgroup`), and kills what takes too long.
 
     Raises:
         SystemExit: after one of these signals, when the command has ended, but not under SLURM.
     """
     stop = _Stop("torch.distributed.run" in command_line, under_slurm)
     ends = signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGHUP
-    numbers = [
-        number for number in ends if signal.getsignal(number) != signal.SIG_IGN
-    ]  # as by nohup, or a script's `&`
-    # Before the start: no signal may leave a command without a launcher, and what starts inherits that USR2 is ignored.
+    # those that are not ignored, as nohup or a script's `&` may have set
+    numbers = [number for number in ends if signal.getsignal(number) != signal.SIG_IGN]
+    # Handle them before the command starts, or a signal in between would end this process and leave the command alone.
+    # Ignore SIGUSR2 while it starts: the command inherits that, so an early request cannot kill it.
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     before = {number: signal.signal(number, stop.handle) for number in numbers}
     stop.process = process = subprocess.Popen(

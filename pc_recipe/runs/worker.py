@@ -33,12 +33,12 @@ def end_with(error: BaseException, folder: str | None, step: int, rank: int) -> 
     Args:
         folder: of the run; None if its config cannot be read.
     """
-    # under any file: TensorBoard's, a compiler's, one of another user
+    # whatever file it was about: TensorBoard's, a compiler's, one of another user
     if isinstance(error, OSError) and (error.errno in DISK_ERRORS or isinstance(error, REFUSALS)):
         error = DiskFailed(f"{error.filename or folder}: {error.strerror}")
     if folder and (rank == 0 or isinstance(error, UserError)):
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        with contextlib.suppress(UserError):  # the status then says "running" of a dead run: "interrupted"
+        with contextlib.suppress(UserError):  # then status.json still says "running"; readers show "interrupted"
             write_failure(folder, reason, step, "diverged" if isinstance(error, Diverged) else "failed")
     if isinstance(error, UserError):
         print(f"{error.kind}: {error}", file=sys.stderr, flush=True)  # torchrun shows rank 0 and logs the others
@@ -59,6 +59,7 @@ def main() -> None:
         trainer = Trainer(config)
 
         def record(step: int) -> None:
+            """Put into the run folder what this start trains with; warn of settings that a resumed run cannot take."""
             for setting in run_key.list_unapplied(config, read_first_config(folder)) if step else ():
                 logger.warning(
                     f"{setting} has no effect: only a new run takes it, and this one continues from step {step}"

@@ -81,7 +81,7 @@ class Diagnostics:
         factors = [(WEIGHT, 1.0)]
         if self._preconditioner is not None:
             factors += [(REPLACED, 1.0 / self._replicas), (WORST, 1.0)]
-        for name, gamma in self._gammas.items():  # their sum over all ranks is the mean
+        for name, gamma in self._gammas.items():  # the numbers of one name add up, over all ranks, to the mean gamma
             factors += [(GAMMA + name, share_of(gamma, self._stage_ranks) / gamma.numel())] * local(gamma).numel()
         factors += [(f"{size}/{part}/{layer}", 1.0) for layer, part in outputs for size in SIZES]
         return factors + self._update.factors

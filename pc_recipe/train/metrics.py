@@ -121,7 +121,7 @@ class PCMetricsProcessor(MetricsProcessor):
             self._warn_of_slow_ranks()
 
     def pause(self) -> None:
-        """What follows, up to `resume`, is not time of the training steps: scores, checkpoints, the start of a run."""
+        """Do not count the time from now to `resume` as training: validations, checkpoints, the start of a run."""
         self._paused_at = time.perf_counter()
 
     def resume(self) -> None:

@@ -26,12 +26,15 @@ from pc_recipe.config.sections import block_factor
 
 
 def is_hidden_matrix(name: str) -> bool:
-    """Whether `optimizer.name` trains a parameter; AdamW trains embedding, head, norms and gammas. Raises ValueError for
-    an unknown name instead of guessing an optimizer."""
-    layer, _, kind = name.rpartition(".")
+    """Whether the optimizer of the key `optimizer.name` trains a parameter. AdamW trains embedding, head, norms and gammas.
+
+    Raises:
+        ValueError: an unknown name, for which no optimizer is guessed.
+    """
+    layer, _, attribute = name.rpartition(".")
     gammas = ("weight_gamma", "gamma")  # the second is a `PCLinear`'s
-    if block_of(layer) and kind in ("weight", "weight_orig", *gammas):
-        return kind not in gammas
+    if block_of(layer) and attribute in ("weight", "weight_orig", *gammas):
+        return attribute not in gammas
     if name in ("tok_embeddings.weight", "output.weight") or name.endswith("norm.weight"):
         return False
     raise ValueError(f"no optimizer for parameter {name}")
@@ -147,7 +150,7 @@ def _build(model: nn.Module, config: Optimizer) -> dict[str, torch.optim.Optimiz
     for kind, by_setting in members.items():
         count = sum(parameter.numel() for some in by_setting.values() for parameter in some)
         logger.info(f"{kind} trains {count:,} parameters")
-        settings = sorted(by_setting, key=lambda setting: (setting[0] != 1, *setting))
+        settings = sorted(by_setting, key=lambda setting: (setting[0] != 1, *setting))  # a factor of 1 first (`rates`)
         groups = [_group(model, config, kind, *setting, by_setting[setting]) for setting in settings]
         if groups:
             made[kind.lower()] = KINDS[kind].build(groups, config)

@@ -20,8 +20,10 @@ from pc.targets import clean_name
 
 
 def share_of(tensor: Any, ranks: int) -> float:
-    """The weight of each rank's shard in a sum over `ranks`, those that hold the tensor: less than 1 if several hold the
-    same shard."""
+    """The factor of each rank's shard in a sum over all `ranks`: 1 / k if k ranks hold the same shard.
+
+    For example, 8 ranks hold a tensor as 4 shards, each twice: 4 / 8.
+    """
     return math.prod(tensor.device_mesh.size(d) for d in sharded_dims(tensor)) / ranks
 
 
@@ -41,7 +43,7 @@ class SquaredNorm:
             self._by_share[share_of(parameter, ranks)].append((clean_name(name), parameter))
 
     def gradients(self) -> list[Tensor]:
-        """This rank's shards of them."""
+        """This rank's shards of all gradients."""
         return list(chain(*(tensors for _, tensors in self._shards(_gradient))))
 
     @torch.no_grad()
@@ -79,7 +81,7 @@ class Agreement(NamedTuple):
     norm: Tensor
     """of the gradients, a scalar on the device"""
     is_finite: bool
-    """the squared gradient norm and the loss of every rank"""
+    """whether the squared gradient norm and the loss of every rank are"""
     wishes: list[bool]
     """for each, whether any rank has it"""
     logged_norm: float
@@ -117,7 +119,7 @@ class OfRanks(NamedTuple):
         return dict(zip(self.names, self.values.sum(0).tolist(), strict=True))
 
     def largest(self) -> dict[str, float]:
-        """Of numbers that are not negative."""
+        """By name, for numbers that are never negative: ranks without a number have 0."""
         return dict(zip(self.names, self.values.amax(0).tolist(), strict=True))
 
 
@@ -125,8 +127,8 @@ class RankNumbers:
     """Exchanges numbers whose names are known from the start. All ranks make it together.
 
     Args:
-        factors: of each of this rank's numbers, its name and what to multiply it by. Numbers of one name add up. Ranks of
-            other pipeline stages have other names.
+        factors: (name, factor) of each of this rank's numbers, which is multiplied by the factor. Numbers of one name add
+            up. Ranks of other pipeline stages have other names.
     """
 
     def __init__(self, factors: Sequence[tuple[str, float]], device: torch.device) -> None:

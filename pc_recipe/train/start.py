@@ -20,8 +20,11 @@ from pc_recipe.train.optimizers import Optimizers
 
 
 def load(config: Config, checkpointer: Checkpoints, optimizers: Optimizers) -> Path | None:
-    """Load it into the states of the checkpointer; returns its folder, None if there is nothing to load. All ranks call
-    it. Nothing changes before all is checked.
+    """Load what the run starts from into the states of the checkpointer. All ranks call it; nothing changes before all is
+    checked.
+
+    Returns:
+        Its folder; None if there is nothing to load.
 
     Raises:
         UserError: a checkpoint of another method, model or optimizer; initial weights that are not plain; or a folder of
@@ -68,7 +71,7 @@ def load(config: Config, checkpointer: Checkpoints, optimizers: Optimizers) -> P
 
 
 def _take_loaded(config: Config, optimizers: Optimizers, is_plain: bool) -> None:
-    """Make PC's tensors those of the loaded weights: of plain ones by `pc.start`."""
+    """Make W, gamma, u and v fit the loaded weights. For plain weights the key `start` of section `[pc]` says how."""
     if optimizers.preconditioner is None:
         return
     if not is_plain:

@@ -7,7 +7,7 @@ each micro-batch     forward and backward with PC(W)                            
 gradients            those of PC(W) become those of W and gamma                  `pc.preconditioner`
 agree                all ranks learn the gradient norm, whether it is finite,    `pc_recipe.train.rank_sums`
                      and whether to stop; the host waits for this
-                     a step that is not finite will be left out                  `pc_recipe.train.nonfinite`
+skip                 a step that is not finite makes no update                   `pc_recipe.train.nonfinite`
 update               clipping; step of W, after which PC(W) is written           `pc_recipe.train.optimizers`
 log                  one exchange of all numbers, if any are due; the host       `pc_recipe.train.metrics`,
                      waits for it                                                `pc_recipe.train.diagnostics`
@@ -64,7 +64,7 @@ class Trainer(torchtitan.train.Trainer):
     they have already agreed on the current step's update.
     """
 
-    # what TRAIN_SPEC and this class make of TorchTitan's annotations
+    # the classes that `train_spec` and this class put in the place of TorchTitan's
     checkpointer: Checkpoints
     metrics_processor: PCMetricsProcessor
     optimizers: Optimizers
@@ -107,8 +107,9 @@ class Trainer(torchtitan.train.Trainer):
         self._arm = make_arm(parts, self.optimizers, config)
         self._finite_steps = FiniteSteps(parts, self.preconditioner, config.training.max_nonfinite_steps)
         self._norm = SquaredNorm(parts, dims.world_size // dims.pp)
-        own = [(name, 1.0) for name in ("loss", *self.metrics_processor.NUMBERS)]
-        self._rank_numbers = RankNumbers(own + self.diagnostics.factors, self.device)
+        # name and factor of each number that `_log` sends, in its order
+        factors = [(name, 1.0) for name in ("loss", *self.metrics_processor.NUMBERS)]
+        self._rank_numbers = RankNumbers(factors + self.diagnostics.factors, self.device)
 
     def init_distributed(self) -> AlwaysSharded:
         """TorchTitan's, with FSDP on any number of ranks, after all ranks have agreed on what they train."""
@@ -165,7 +166,7 @@ class Trainer(torchtitan.train.Trainer):
             self.preconditioner.pull_back()
 
     def _agree(self, loss: Tensor) -> Agreement:
-        """What all ranks know before the update; whether it is left out."""
+        """Let all ranks know the gradient norm and whether any wishes to stop or save; decide whether to skip the update."""
         processor = self.metrics_processor
         if self.step < self.config.training.steps:
             begin = time.perf_counter()
@@ -180,7 +181,7 @@ class Trainer(torchtitan.train.Trainer):
         return agreed
 
     def _update(self, norm: Tensor) -> None:
-        """Clip gradients of this `norm`, and step, unless that is left out."""
+        """Clip the gradients, whose norm is `norm`, and step, unless the step is skipped."""
         self._clip(norm)
         self.checkpointer.maybe_wait_for_staging()
         if not self.optimizers.skips_step:
@@ -194,7 +195,7 @@ class Trainer(torchtitan.train.Trainer):
         torch.nn.utils.clip_grads_with_norm_(parameters, self.config.training.max_norm, norm, foreach=True)
 
     def _log(self, loss: Tensor, grad_norm: float) -> None:
-        """What is due after this step."""
+        """Exchange and log the numbers of all ranks, if some are due after this step."""
         processor, dims = self.metrics_processor, self.parallel_dims
         is_logged = processor.should_log(self.step)
         if not is_logged and not self.diagnostics.is_due(self.step):
@@ -206,7 +207,7 @@ class Trainer(torchtitan.train.Trainer):
             losses = of_ranks.of("loss")
             processor.log(
                 self.step,
-                # as the sum of a rank's micro-batches is rounded; TP's ranks have the same tokens
+                # float32, as each rank's own sum is; tensor-parallel ranks all add the same tokens
                 losses.sum().float().item() / dims.tp,
                 losses.max().item() * self._batches.data_ranks * dims.cp,
                 grad_norm,
@@ -221,9 +222,9 @@ class Trainer(torchtitan.train.Trainer):
     def _validate(self) -> None:
         """Before the checkpoint of this step, not after it as upstream: a kill in between would lose the validation."""
         self.metrics_processor.pause()
-        # Who asks to stop does not wait for one, but the last step's is the run's result.
-        waits = not self._stop_agreed or self.step == self.config.training.steps
-        if self.config.validation.enable and self.validator.is_due(self.step) and waits:
+        # A run that was asked to stop does so at once. But after the last step the validation is the run's result.
+        has_time = not self._stop_agreed or self.step == self.config.training.steps
+        if self.config.validation.enable and self.validator.is_due(self.step) and has_time:
             self.validator.validate(self)
 
     def _end_step(self) -> None:

@@ -33,7 +33,7 @@ class UpdateSizes:
         ]
         self._before: list[Tensor] = []
         self.factors = [(kind, share_of(weight, ranks)) for kind in (NORM, CHANGE) for weight in self._weights]
-        """as those of `Diagnostics`"""
+        """(name, factor) of each number that `stop` returns, for `RankNumbers`"""
 
     def start(self) -> None:
         """Before the update, when activations are gone: it copies the weights."""

@@ -19,7 +19,7 @@ def test_smallest_root(level):
     values = torch.linspace(0, 1, 1001, dtype=torch.float64)[:-1]
     roots = smallest_root(resolve(level), values)
     torch.testing.assert_close(evaluate(resolve(level), roots), values, rtol=0, atol=1e-13)
-    # none smaller: below it the map stays below the value
+    # no root is smaller: from 0 up to each root the map stays below the value
     below = evaluate(resolve(level), torch.linspace(0, 1, 201, dtype=torch.float64)[:-1, None] * roots)
     assert (below < values + 1e-12).all()
 
@@ -34,7 +34,7 @@ def test_the_weight_comes_back_in_float32_at_the_60m_shapes(level, shape):
     effective = pc.effective_weight(raw, torch.ones(1, 1), u, v, config)
     largest = weight.abs().max()
     assert (effective - weight).abs().max() < 3e-6 * largest  # some roundings of float32
-    # control: the vectors matter, and so does W
+    # control: it does not come back with other vectors, nor with another W
     drawn = (x[None] for x in pc.spectral.power_iteration(raw[0], *pc.spectral.initial_vectors("x", shape), 2))
     assert (pc.effective_weight(raw, torch.ones(1, 1), *drawn, config) - weight).abs().max() > 1e-3 * largest
     assert (pc.effective_weight(weight, torch.ones(1, 1), u, v, config) - weight).abs().max() > 1e-2 * largest
@@ -53,7 +53,7 @@ def test_an_attached_model_computes_what_it_did(level, when):
     if when == "after":  # as where given weights are loaded late
         model.load_state_dict(toy_model().state_dict(), strict=False)
         pc.preserve(model)
-    # an epsilon of 1e-7 beside norms near 1
+    # not exactly, because s has 1e-7 added and is near 1
     torch.testing.assert_close(model(x), expected, rtol=0, atol=1e-6)
     toy_loss(model, x).backward()
     made.pull_back()
@@ -62,7 +62,7 @@ def test_an_attached_model_computes_what_it_did(level, when):
     assert (model(x) - expected).abs().max() > 1e-3
     raw = pc.attach(toy_model(), PCConfig(level=level))
     pc.precondition(raw)
-    assert (raw(x) - expected).abs().max() > 1e-2  # control: otherwise the given weights are W
+    assert (raw(x) - expected).abs().max() > 1e-2  # control: without `preserve` the given weights become W
 
 
 @pytest.mark.parametrize(
