@@ -275,7 +275,8 @@ class _Bucket:
         self.group, ranks = group.process_group, range(len(owned))
         # False: every owner holds its inputs whole, and only results are exchanged
         self.is_sharded = any(matrix.has_sharded_inputs for matrix in itertools.chain(*owned))
-        # of inputs and outputs: what this rank holds, by owner, and what it owns, by holder
+        # For inputs and for outputs: the pieces that this rank holds, a list for each owner; and the pieces of the matrices
+        # that it owns, a list for each holder. Inputs go from holder to owner, outputs from owner to holder.
         self.held = [[pieces(side, owner, group.rank) for owner in ranks] for side in (INPUTS, OUTPUTS)]
         self.owned = [[pieces(side, group.rank, holder) for holder in ranks] for side in (INPUTS, OUTPUTS)]
 
@@ -301,7 +302,7 @@ class _Bucket:
             torch._foreach_copy_([p.of_shard(outputs) for p in itertools.chain(*self.held[OUTPUTS])], received)
 
     def _assemble(self, received: list[Tensor], like: Tensor) -> list[list[Tensor]]:
-        """The batches, of the pieces received."""
+        """Put the pieces received together: the batches of this rank."""
         if not self.is_sharded and all(len(batch) == 1 for batch in self.batches):  # not copied
             counts = [len(batch[0].shapes[INPUTS]) for batch in self.batches]
             views = iter([shard[None] for shard in received])

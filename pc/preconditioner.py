@@ -293,7 +293,7 @@ class Preconditioner:
     def _run(
         self, name: str, function: Callable, weights: list[Weight], inputs: list, outputs: list, share: bool = True
     ) -> None:
-        """`function(matrices, split, *tensors)` of every weight on its owner, where `matrices` names those of the batch."""
+        """Call `function(matrices, split, *tensors)` for every batch of matrices on its owner; `matrices` identifies the batch."""
         is_joining = any(ddp._join_config.enable for ddp in self._ddp_modules)  # some ranks have no batches any more
         replicas = self._replicas if share and not is_joining else None
         splits, place = [w.split for w in weights], (weights[0].orig.dtype, weights[0].orig.device)
@@ -380,7 +380,7 @@ class Preconditioner:
 
         def with_pc() -> Any:
             self._take_note_of_changes()  # by the step itself
-            if self._is_stale:  # called again within a step, as by LBFGS, or others have stepped since
+            if self._is_stale:  # the step calls it again, as LBFGS does; or other optimizers have stepped before
                 self._write(advance=optimizer in self._stepped, share=False)
             with torch.enable_grad():
                 loss = closure()
@@ -419,6 +419,7 @@ class Preconditioner:
         Guard(COPIED_EARLY, self.write_if_stale).put_on(self._guarded())
 
     def _guarded(self) -> list[nn.Module]:
+        """The modules that get a guard: each model, each of FSDP's units, and each module of a weight."""
         return [*dict.fromkeys((*self._models, *self._fsdp_modules, *(w.module for w in self.weights.values())))]
 
     def _note_versions(self) -> None:

@@ -103,7 +103,9 @@ def own_slice(tensor: Tensor, mesh: DeviceMesh, placements: Sequence[Placement])
 
 @lru_cache(maxsize=None)
 def held_slices(shape: Ints, placements: tuple[Placement, ...], sizes: Ints, coordinate: Ints) -> tuple[slice, ...]:
-    """What the rank at `coordinate` of a mesh of `sizes` holds of a tensor.
+    """What the rank at `coordinate` of a mesh of `sizes` holds of a tensor, as one slice for each dimension.
+
+    For example, [7, m] sharded along its rows over 2 ranks: rows 0:4 and 4:7.
 
     Torch's own `compute_local_shape_and_global_offset` is wrong where tensor parallelism and then FSDP split a
     dimension unevenly: for 7 rows over 2, then over 3 ranks, it names other rows than FSDP2 has put there.

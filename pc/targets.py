@@ -69,7 +69,7 @@ def find(model: nn.Module, config: PCConfig) -> tuple[dict[str, Weight], dict[st
             is_known, split = full_name in splits, splits.get(full_name)
             is_linear = isinstance(module, nn.Linear) and key == "weight"
             if not is_known and is_linear:
-                split = MatrixSplit()  # a pattern may name any of these
+                split = MatrixSplit()  # one matrix: a pattern may name any linear layer
             if split is not None:
                 blocks = split.blocks
             else:  # known to be none of the blocks; or unknown, and then an entry that matches its name raises below

@@ -94,6 +94,7 @@ def agree(squares: Tensor, loss: Tensor, wishes: Sequence[bool]) -> Agreement:
     Args:
         squares: this rank's part of the squared gradient norm, a scalar.
         loss: this rank's, a scalar.
+        wishes: of this rank, such as to stop.
     """
     # A NaN may be in one rank's shard alone, yet all ranks must skip the step, or they would train different weights.
     # Infinity and NaN survive every sum (inf - inf is NaN).
