@@ -78,7 +78,7 @@ def join(weights: Iterable[Weight], given: Iterable[Any], preconditioner: Any) -
                     optimizer.state[weight.orig] = optimizer.state.pop(p)
             wanted += [weight.gamma for weight, chosen in joining if chosen is group]
             _introduce(optimizer, group, [p for p in wanted if id(p) not in has])
-            _exchange(group, wanted, Parameters(wanted, preconditioner))
+            _set_parameters(group, wanted, Parameters(wanted, preconditioner))
         if not hasattr(optimizer.zero_grad, "without_pc"):
             optimizer.zero_grad = _clearing(optimizer.zero_grad, weights)  # type: ignore[method-assign]
     return optimizers
@@ -95,7 +95,7 @@ def leave(weights: Iterable[Weight], optimizer: Optimizer) -> None:
             if weight is not None and p in optimizer.state:
                 optimizer.state[weight.effective] = optimizer.state.pop(p)
             given += [] if id(p) in gammas else [p if weight is None else weight.effective]
-        _exchange(group, given, given)
+        _set_parameters(group, given, given)
 
 
 def _introduce(optimizer: Optimizer, group: dict[str, Any], parameters: list[nn.Parameter]) -> None:
@@ -108,7 +108,7 @@ def _introduce(optimizer: Optimizer, group: dict[str, Any], parameters: list[nn.
         optimizer.param_groups.pop()
 
 
-def _exchange(group: dict[str, Any], parameters: list[nn.Parameter], as_list: list[nn.Parameter]) -> None:
+def _set_parameters(group: dict[str, Any], parameters: list[nn.Parameter], as_list: list[nn.Parameter]) -> None:
     """Give a group other parameters, in a list of another class; the old list gets them too, because LBFGS keeps it."""
     group["params"][:] = parameters
     group["params"] = as_list
