@@ -144,11 +144,13 @@ def preserve(models: nn.Module | Iterable[nn.Module]) -> None:
     and before `pc.precondition`; or after it, when given weights were loaded, and before the first step.
 
     Raises:
-        UserError: no W exists for this method or these settings, or weights are on the meta device.
+        UserError: no weight is marked, no W exists for this method or these settings, or weights are on the meta device.
     """
     models = _listed(models)
     preconditioner = preconditioner_of(*models)
     weights = _weights(*models)
+    if not weights:
+        raise UserError("pc.preserve found no weight with PC; call pc.attach(model, pc.PCConfig(...)) first")
     for weight in weights:
         for part in weight.split.chosen:
             part.method.require_invertible()

@@ -21,7 +21,7 @@ def unwrapped(optimizers: Iterable[Any]) -> list[Optimizer]:
             optimizer = inner
         if isinstance(optimizer, Optimizer):
             found.append(optimizer)
-        elif isinstance(optimizer, Iterable) and not isinstance(optimizer, torch.Tensor):
+        elif isinstance(optimizer, Iterable) and not isinstance(optimizer, (torch.Tensor, str)):
             found += unwrapped(optimizer)
         else:
             raise UserError(f"pc.precondition takes optimizers, not a {type(optimizer).__name__}")

@@ -62,6 +62,8 @@ def resolve(level: int | str | Sequence[float]) -> Map:
         own = tuple(map(float, level))
         _require_within_range(own)
         return own
+    if isinstance(level, str) and level in map(str, COEFFICIENTS):
+        raise UserError(f"pc.level: PC level {level!r} is text; write {level}, without quotes")
     if not (isinstance(level, str) or _is_number(level)) or level not in LEVELS:
         raise UserError(f"pc.level: PC level {level!r} does not exist; use {LEVEL_NAMES} or a list of coefficients")
     return LEVELS[level]

@@ -15,6 +15,7 @@ parallelism. Where a gradient is says what it is of:
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from pc import followed
@@ -129,6 +131,7 @@ class Preconditioner:
         """what writing the present PC(W) has left for `pull_back`, by the matrices of a batch"""
         self._hooks: dict[Optimizer, list[RemovableHandle]] = {}
         """by followed optimizer"""
+        self._has_left = False
         self._stepped: set[Optimizer] = set()
         """followed optimizers that have moved W or gamma since PC(W) was written"""
         self._replaced: dict[tuple, Tensor] = {}
@@ -145,6 +148,8 @@ class Preconditioner:
         for model in models:
             model._ddp_params_and_buffers_to_ignore = NotForDDP()  # type: ignore[assignment]
         _live.add(self)
+        watch = register_optimizer_step_pre_hook(partial(_require_w, weakref.ref(self)))
+        self._stop_watching = weakref.finalize(self, watch.remove)
         for weight in self.weights.values():
             if weight.orig is None:
                 weight.start()
@@ -179,7 +184,8 @@ class Preconditioner:
             if self._is_stale:
                 raise UserError(
                     "W is newer than PC(W), which the last forward pass used: an optimizer did not step, or W was changed; "
-                    "call preconditioner.write_pc() before the forward pass"
+                    "call preconditioner.write_pc() before the forward pass; for an optimizer made later "
+                    "preconditioner.follow(optimizer)"
                 )
             if not all(ddp.require_backward_grad_sync for ddp in self._ddp_modules):
                 raise UserError("pull_back() within no_sync(): call it after the backward pass that averages gradients")
@@ -251,6 +257,7 @@ class Preconditioner:
     def restart(self) -> None:
         """Take what the weights hold as W, with gamma 1 and new u and v: after plain weights were loaded."""
         with self._lock:
+            self._require_pc()
             reshard(self._models)
             for weight in self.weights.values():
                 weight.start()
@@ -308,6 +315,13 @@ class Preconditioner:
         with without_autocast(weights[0].orig):
             plan.run(on_batch, inputs, outputs)
 
+    def _require_pc(self) -> None:
+        if self._has_left:
+            raise UserError(
+                "the model of this preconditioner has no PC any more, since pc.merge or pc.detach; to train on with PC call "
+                "pc.attach and pc.precondition again, to evaluate a plain copy load pc.plain_state_dict(model)"
+            )
+
     def _require_in_place(self) -> None:
         """Raise a `UserError` if a weight is not what its module multiplies by, or not precise any more."""
         reshard(self._models)
@@ -331,6 +345,7 @@ class Preconditioner:
         Raises:
             UserError: none of them holds some weight, or can train gammas, or another preconditioner follows one.
         """
+        self._require_pc()
         given = followed.join(self.weights.values(), optimizers, self)
         trained = followed.ids_of_parameters(*given)
         ours = {id(p) for weight in self.weights.values() for p in (weight.orig, weight.gamma)}
@@ -350,6 +365,8 @@ class Preconditioner:
         """Give the optimizers their parameters back, and take all hooks away; `pc.merge` and `pc.detach` call it."""
         for optimizer in [*self._hooks]:
             self._leave(optimizer)
+        self._stop_watching()
+        self._has_left = True
         _live.discard(self)
 
     def _leave(self, optimizer: Optimizer, restore: bool = True) -> None:
@@ -437,6 +454,7 @@ class Preconditioner:
         Raises:
             UserError: PC(W) alone has changed, or a weight is not where it was.
         """
+        self._require_pc()
         now = [_versions(weight) for weight in self.weights.values()]
         changes = [[a != b for a, b in zip(*both, strict=True)] for both in zip(now, self._versions, strict=True)]
         if not any(map(any, changes)):
@@ -456,6 +474,25 @@ class Preconditioner:
         if all(loaded):
             self.note_loaded()
         self._note_versions()
+
+
+@torch.compiler.disable
+def _require_w(reference: "weakref.ref[Preconditioner]", optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+    """Before a step of any optimizer: one of a preconditioner without optimizers, made before it, has PC(W) alone.
+
+    Raises:
+        UserError: it would train all but W, in silence.
+    """
+    preconditioner = reference()
+    if preconditioner is None or preconditioner._hooks:
+        return
+    held = followed.ids_of_parameters(optimizer)
+    for weight in preconditioner.weights.values():
+        if weight.orig.grad is not None and id(weight.effective) in held and id(weight.orig) not in held:
+            raise UserError(
+                f"this {type(optimizer).__name__} was made before pc.precondition and does not have W; call "
+                "preconditioner.follow(optimizer), or give it to pc.precondition(model, optimizer)"
+            )
 
 
 def _versions(weight: Weight) -> list[tuple[int, int]]:

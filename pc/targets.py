@@ -76,7 +76,7 @@ def find(model: nn.Module, config: PCConfig) -> tuple[dict[str, Weight], dict[st
                 blocks = () if is_known else ("",)
             entries = [_entry_of(config, block, module_name, full_name) for block in blocks]
             if not any(entries):
-                others[full_name] = LeftOut([*parameter.shape], is_known, is_linear)
+                others[full_name] = LeftOut([*parameter.shape], is_known, is_linear and split is not None)
                 continue
             if split is None:
                 raise UserError(
@@ -125,13 +125,14 @@ def require_complete(config: PCConfig, targets: dict[str, Weight], others: dict[
     for entry in config.blocks:
         found = [parameter for parameter, target in targets.items() if entry in target.entries]
         if not found:
-            patterns = _patterns(others)
+            # a word such as "o" finds every known layer that it names; a pattern may be misspelt
+            patterns = _patterns(config, targets, others, with_known=not _is_word(entry))
             raise UserError(
                 f"pc.blocks: {entry!r} matches no weight of the model; "
                 + (f"name layers: {patterns}, or those of them that shall have PC; " if patterns else "")
                 + "see print(pc.describe(model, config))"
             )
-        if entry not in BLOCK_SUFFIXES and entry not in BLOCK_GROUPS:
+        if not _is_word(entry):
             continue  # a pattern finds what it says
         modules = {parameter.removesuffix(f".{targets[parameter].attribute}") for parameter in found}
         beside = tuple(f"{_part_of_layer(name)}." for name in modules if "." in name)
@@ -192,12 +193,27 @@ def _part_of_layer(name: str) -> str:
     return layer[0] if layer else around
 
 
-def _patterns(others: dict[str, LeftOut]) -> str:
-    """An argument of `PCConfig` that names the unknown linear layers in numbered layers; "" if there are none."""
-    unknown = [parameter for parameter, other in others.items() if other.is_linear and not other.is_known]
-    names = dict.fromkeys(wildcard_layers(parameter).removesuffix(".weight") for parameter in unknown)
-    quoted = [f'"{name}"' for name in names if "*." in name]
-    return f"blocks=({', '.join(quoted)}{',' * (len(quoted) == 1)})" if quoted else ""
+def _is_word(entry: str) -> bool:
+    """Whether an entry of `blocks` is the name of a block or a group, not a pattern."""
+    return entry in BLOCK_SUFFIXES or entry in BLOCK_GROUPS
+
+
+def _patterns(
+    config: PCConfig, targets: dict[str, Weight], others: dict[str, LeftOut], with_known: bool = False
+) -> str:
+    """An argument of `PCConfig` that names the unknown linear layers in numbered layers, after the entries of `blocks` that
+    find weights; "" if there are none.
+
+    Args:
+        with_known: whether it names known layers too.
+    """
+    left = [name for name, other in others.items() if other.is_linear and (with_known or not other.is_known)]
+    names = dict.fromkeys(wildcard_layers(parameter).removesuffix(".weight") for parameter in left)
+    if not (proposed := [name for name in names if "*." in name]):
+        return ""
+    found = {entry for target in targets.values() for entry in target.entries}
+    quoted = [f'"{entry}"' for entry in (*(entry for entry in config.blocks if entry in found), *proposed)]
+    return f"blocks=({', '.join(quoted)}{',' * (len(quoted) == 1)})"
 
 
 def _splits_to_add(names: Iterable[str], between: str = " ") -> str:
@@ -224,7 +240,7 @@ def describe(model: nn.Module, config: PCConfig = PCConfig()) -> str:
     for parameter, other in others.items():
         lines.append(f"left out: {wildcard_layers(parameter)} {other.shape}{'' if other.is_known else ', not known'}")
     text = counted(lines)
-    if patterns := _patterns(others):
+    if patterns := _patterns(config, targets, others):
         text.append(f"To give PC to layers that are not known, each as one matrix, name them: {patterns}")
     unknown = dict.fromkeys(wildcard_layers(parameter) for parameter, other in others.items() if not other.is_known)
     if numbered := [name for name in unknown if "*" in name]:

@@ -320,6 +320,35 @@ def test_layers_of_unknown_names_are_proposed_as_patterns():
     assert len(_names(pc.attach(model(), eval(f"PCConfig({proposed})")))) == 4
 
 
+@pytest.mark.parametrize(
+    "blocks, proposed, count",
+    [
+        (("o", "ffn"), 'blocks=("ffn", "h.*.attn.mix", "h.*.attn.out")', 8),
+        # what the name of a pattern was meant to be may be known too
+        (("*.atn.out", "ffn"), 'blocks=("ffn", "h.*.attn.mix", "h.*.attn.out")', 8),
+        (("*.mpl.*",), 'blocks=("h.*.attn.mix", "h.*.attn.out", "h.*.mlp.fc1", "h.*.mlp.fc2")', 8),
+    ],
+)
+def test_what_is_proposed_keeps_the_entries_that_find_something(blocks, proposed, count):
+    def model():
+        layers = [
+            nn.ModuleDict(
+                {
+                    "attn": nn.ModuleDict({"mix": nn.Linear(4, 12), "out": nn.Linear(4, 4)}),
+                    "mlp": nn.ModuleDict({"fc1": nn.Linear(4, 8), "fc2": nn.Linear(8, 4)}),
+                }
+            )
+            for _ in range(2)
+        ]
+        return nn.ModuleDict({"h": nn.ModuleList(layers), "head": nn.Linear(4, 9)})
+
+    with pytest.raises(UserError, match=re.escape(f"matches no weight of the model; name layers: {proposed}")):
+        pc.attach(model(), PCConfig(blocks=blocks))
+    assert len(_names(pc.attach(model(), eval(f"PCConfig({proposed})")))) == count
+    if "ffn" in blocks:
+        assert proposed in pc.describe(model(), PCConfig(blocks=blocks))
+
+
 def test_a_model_says_what_has_pc():
     """Printed; a copy says it too, and a plain model that merge leaves does not."""
     model = pc.attach(_model())
@@ -351,7 +380,12 @@ ARGUMENTS = {
         "pc.precondition takes the model, or its parts, first, not a SGD",
     ),
     "blocks that are no names": (lambda: PCConfig(blocks=5), "pc.blocks must be names or patterns, not 5"),
-    "a number as text": (lambda: PCConfig(level="4"), "PC level '4' does not exist; use 1, 2, 3, 4, polar_express"),
+    "a number as text": (lambda: PCConfig(level="4"), "pc.level: PC level '4' is text; write 4, without quotes"),
+    "a word for an optimizer": (
+        lambda: pc.precondition(pc.attach(_model()), "adamw"),
+        "pc.precondition takes optimizers, not a str",
+    ),
+    "preserve before attach": (lambda: pc.preserve(_model()), "pc.preserve found no weight with PC; call pc.attach"),
 }
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune, spectral_norm, weight_norm
+from torch.optim.optimizer import _global_optimizer_pre_hooks as hooks
 
 import pc
 from helpers.toy import Loop, require_pc, same, toy_batch, toy_loss, toy_model
@@ -240,6 +241,64 @@ def test_no_subset_of_calls_trains_a_plain_model(follow):
         assert any(found.values()), calls
         outcomes.add(next(name for name, is_so in found.items() if is_so))
     assert outcomes == {"refused", "unmoved", "equal", "added up"}
+
+
+@pytest.mark.parametrize("leave", [pc.merge, pc.detach])
+@pytest.mark.parametrize("call", ["pull_back", "write_pc", "restart", "follow"])
+def test_a_preconditioner_of_a_model_without_pc_is_said(leave, call):
+    loop = Loop(sgd)
+    loop.step()
+    leave(loop.model)
+    arguments = [loop.optimizer] if call == "follow" else []
+    said = "the model of this preconditioner has no PC any more, since pc.merge or pc.detach"
+    require_refused(said, lambda: getattr(loop.preconditioner, call)(*arguments))
+    pc.precondition(pc.attach(loop.model), loop.optimizer)
+    require_refused(said, lambda: getattr(loop.preconditioner, call)(*arguments))
+
+
+@pytest.mark.parametrize("make", [sgd, torch.optim.AdamW], ids=["SGD", "AdamW"])
+def test_an_optimizer_that_was_not_given_and_has_no_w_is_said(make):
+    """Made before `pc.precondition`, it would train all parameters but W."""
+    model = attached()
+    optimizer = make(model.parameters())
+    preconditioner = pc.precondition(model)
+    toy_loss(model, toy_batch(0)).backward()
+    preconditioner.pull_back()
+    said = "was made before pc.precondition and does not have W; call preconditioner.follow(optimizer)"
+    require_refused(said, optimizer.step)
+    preconditioner.follow(optimizer)
+    before = copy.deepcopy(model.state_dict())
+    optimizer.step()
+    assert not torch.equal(before["0.attention.wo.weight_orig"], model.state_dict()["0.attention.wo.weight_orig"])
+
+
+def test_only_optimizers_with_weights_of_a_live_preconditioner_are_looked_at():
+    model = attached()
+    early = sgd(model.parameters())
+    preconditioner = pc.precondition(model)
+    toy_loss(model, toy_batch(0)).backward()
+    preconditioner.pull_back()
+    sgd(toy_model().parameters()).step()
+    late = sgd(model.parameters())  # has both
+    late.step()
+    pc.merge(model)
+    early.step()
+    made = len(hooks)
+    del preconditioner
+    preconditioner = pc.precondition(attached())
+    assert len(hooks) == made + 1
+    del preconditioner
+    assert len(hooks) == made
+
+
+def test_an_optimizer_made_later_is_told_of_follow():
+    loop = Loop(sgd)
+    loop.backward()
+    loop.pull_back()
+    sgd(loop.model.parameters()).step()
+    loop.zero_grad()
+    loop.backward()
+    require_refused("for an optimizer made later preconditioner.follow(optimizer)", loop.pull_back)
 
 
 def test_a_first_step_of_lr_0_is_a_step():
