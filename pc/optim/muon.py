@@ -47,7 +47,10 @@ class Muon(torch.optim.Muon):
             group["split"] = astuple(group["split"])  # which a checkpoint can hold
         for parameter in group["params"]:
             if parameter.ndim != 2 and "split" not in group:
-                raise ValueError(f"Muon needs matrices, not {[*parameter.shape]}, or a split in the parameter group")
+                raise ValueError(
+                    f"Muon needs matrices, not {[*parameter.shape]}: give vectors to another optimizer, and a stack of matrices "
+                    'a "split" in its parameter group'
+                )
             _split(parameter, group)
 
     def __setstate__(self, state: dict) -> None:

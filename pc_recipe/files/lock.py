@@ -77,7 +77,10 @@ def lock(folder: Path, seconds: float = 1) -> TextIO:
             break
         if not tries_left:
             file.close()
-            raise UserError(f"{folder}: another process is training here")
+            raise UserError(
+                f"{folder}: another process is training here; wait for it, or stop it; another run needs another "
+                "--job.dump_folder"
+            )
         time.sleep(0.1)
     os.utime(file.fileno())
     return file

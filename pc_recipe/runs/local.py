@@ -10,7 +10,7 @@ from pc_recipe.config import Config, load_config, run_key
 from pc_recipe.config.command_line import parse_with_overrides
 from pc_recipe.config.schema import Data
 from pc_recipe.files import look
-from pc_recipe.files.lock import lock
+from pc_recipe.files.lock import is_locked, lock
 from pc_recipe.files.run_folder import find_newest_step, read_state
 from pc_recipe.plan.check import check_data, check_on_ranks, check_settings
 from pc_recipe.runs import launch
@@ -43,9 +43,11 @@ def main() -> None:
     fetch_demo_data(config)
     check_data(report)
     report.raise_errors()
+    nodes = Nodes.from_environment()
+    if nodes.rank == 0 and is_locked(folder):
+        lock(folder).close()  # refuses now, not after the import of torch; the run itself takes it below
     import torch
 
-    nodes = Nodes.from_environment()
     processes = launch.count_processes()
     # Report mistakes here, one line each, because torchrun's report of a failed process would bury them.
     check_on_ranks(report, processes * nodes.count)

@@ -6,9 +6,22 @@ import pytest
 
 from helpers.tiny import ROOT
 from helpers.torchless import launch, run_without_torch
+from pc_recipe.files.lock import lock
 
 TAKE_OVERRIDES = ("cost.py", "dry_run.py", "submit.py")
 CONFIG, NONE, SMALL = "train_configs/271m_adamw_pc.toml", "outputs/nothing", "should be a whole number, 1 or more"
+
+
+def test_a_second_start_in_a_folder_is_refused_at_once(tiny_shards, tmp_path):
+    folder = tmp_path / "run"
+    with lock(folder):
+        words = f"--job.dump_folder={folder}", f"--data.path={tiny_shards}", "--training.seq_len=64"
+        status, output = launch("train_configs/debug.toml", *words)
+    assert status == 2
+    assert output.strip() == (
+        f"error: {folder}: another process is training here; wait for it, or stop it; another run needs another "
+        "--job.dump_folder"
+    )
 
 
 def run_script(script, *words) -> tuple[int, str]:
