@@ -59,17 +59,19 @@ def submit_run(config: str, overrides: Sequence[str], allocation: Allocation, qu
     if not queues:
         return shlex.join(job_command(*words))
     job = submit_job(*words)
-    return f"job {job}: {config}, logs in {folder}/slurm"
+    return f"job {job}: {config}, logs in {folder}/slurm" if job else f"sbatch queued nothing of {config}"
 
 
 def submit_job(folder: Path, options: list[str], arguments: Sequence[str]) -> str:
-    """Submit train.sbatch with sbatch; returns the job's id."""
+    """Submit train.sbatch with sbatch; returns the job's id, "" with --test-only. What sbatch says is handed on."""
     inside(folder, "slurm").mkdir(parents=True, exist_ok=True)  # without the folder SLURM drops the output
     # the job uses the interpreter and the code that submitted it
     environment = {**os.environ, "PC_PYTHON": sys.executable, **own_code()}
     submitted = subprocess.run(job_command(folder, options, arguments), capture_output=True, text=True, env=environment)
     if submitted.returncode:
-        raise UserError(" ".join(submitted.stderr.split()))
+        lines = [line.removeprefix("sbatch: ").removeprefix("error: ") for line in submitted.stderr.splitlines()]
+        raise UserError(f"sbatch: {'; '.join(filter(None, lines))} (sinfo shows partitions and nodes)")
+    print(submitted.stderr, end="", file=sys.stderr)
     return submitted.stdout.strip().split(";")[0]
 
 

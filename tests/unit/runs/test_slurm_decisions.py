@@ -1,6 +1,8 @@
 """When a SLURM job goes on and when it ends, without SLURM."""
 
 import json
+import os
+import re
 import sys
 import threading
 
@@ -134,6 +136,26 @@ def test_what_ranks_said_decides_whether_another_try_helps(run, requeued, capsys
     assert capsys.readouterr().out.endswith("\nerror: x.y = 1 is wrong\nerror: z too\n")
 
 
+def test_what_sbatch_refuses_is_one_line_with_the_command_that_shows_what_there_is(tmp_path, monkeypatch):
+    sbatch = tmp_path / "sbatch"
+    sbatch.write_text("#!/bin/sh\necho 'sbatch: error: invalid partition specified: mian\nsbatch: error: No job' >&2\nexit 1\n")
+    sbatch.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    said = "sbatch: invalid partition specified: mian; No job (sinfo shows partitions and nodes)"
+    with pytest.raises(UserError, match=f"^{re.escape(said)}$"):
+        slurm.submit_job(tmp_path / "run", [], [])
+
+
+def test_what_sbatch_says_of_a_job_is_handed_on(tmp_path, monkeypatch, capsys):
+    """As with --test-only, which queues nothing."""
+    sbatch = tmp_path / "sbatch"
+    sbatch.write_text("#!/bin/sh\necho 'sbatch: Job 3 to start at noon' >&2\n")
+    sbatch.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert slurm.submit_job(tmp_path / "run", [], []) == ""
+    assert capsys.readouterr().err == "sbatch: Job 3 to start at noon\n"
+
+
 def test_no_sbatch_is_a_clear_error(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(SystemExit, match="2"):
@@ -150,7 +172,7 @@ def test_an_open_quote_in_options_is_a_clear_error(command):
 
 def test_a_percent_sign_in_a_folder_is_no_pattern_of_slurm(tmp_path, monkeypatch):
     words = []
-    done = type("Done", (), {"returncode": 0, "stdout": "17"})
+    done = type("Done", (), {"returncode": 0, "stdout": "17", "stderr": ""})
     monkeypatch.setattr(slurm.subprocess, "run", lambda given, **_: words.extend(given) or done)
     slurm.submit_job(tmp_path / "100%j", Allocation(1, 8, []).sbatch_options(), [])
     assert f"--output={tmp_path}/100%%j/slurm/%x-%j.log" in words
@@ -193,7 +215,7 @@ def test_a_limit_that_is_too_short_without_requeue_is_refused(monkeypatch, optio
 def test_submit_says_what_a_dry_run_says(command, monkeypatch, tmp_path, tiny_shards):
     """With the warnings, and the time limit."""
     sent = []
-    done = type("Done", (), {"returncode": 0, "stdout": "17"})
+    done = type("Done", (), {"returncode": 0, "stdout": "17", "stderr": ""})
     monkeypatch.setattr(slurm.subprocess, "run", lambda words, **_: sent.append(words) or done)
     monkeypatch.delenv("SBATCH_TIMELIMIT", raising=False)
     config = ROOT / "train_configs" / "1b_adamw_pc.toml"
