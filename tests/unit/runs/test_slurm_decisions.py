@@ -138,7 +138,9 @@ def test_what_ranks_said_decides_whether_another_try_helps(run, requeued, capsys
 
 def test_what_sbatch_refuses_is_one_line_with_the_command_that_shows_what_there_is(tmp_path, monkeypatch):
     sbatch = tmp_path / "sbatch"
-    sbatch.write_text("#!/bin/sh\necho 'sbatch: error: invalid partition specified: mian\nsbatch: error: No job' >&2\nexit 1\n")
+    sbatch.write_text(
+        "#!/bin/sh\necho 'sbatch: error: invalid partition specified: mian\nsbatch: error: No job' >&2\nexit 1\n"
+    )
     sbatch.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     said = "sbatch: invalid partition specified: mian; No job (sinfo shows partitions and nodes)"
