@@ -101,5 +101,5 @@ def test_alone_it_is_torch_muon_too():
     for wrong in ({"lr": -1.0}, {"adjust_lr_fn": "match_rms"}):
         with pytest.raises(ValueError):
             Muon([nn.Parameter(torch.ones(2, 2))], **wrong)
-    with pytest.raises(ValueError, match="a split in the parameter group"):
+    with pytest.raises(ValueError, match='a "split" in its parameter group'):
         Muon([nn.Parameter(torch.zeros(2, 3, 4))])
