@@ -13,16 +13,9 @@ from torch.optim import Optimizer
 from pc import followed
 from pc.config import PCConfig
 from pc.errors import UserError
+from pc.guard import NO_PRECONDITIONER, Guard, remove_guards
 from pc.owner import Plan
-from pc.preconditioner import (
-    NO_PRECONDITIONER,
-    Guard,
-    NotForDDP,
-    Preconditioner,
-    preconditioner_of,
-    remove_guards,
-    reshard,
-)
+from pc.preconditioner import NotForDDP, Preconditioner, preconditioner_of, reshard
 from pc.shards import local
 from pc.splits import WeightSplit
 from pc.targets import clean_name, find, require_complete

@@ -29,6 +29,7 @@ from torch.utils.hooks import RemovableHandle
 
 from pc import followed
 from pc.errors import UserError
+from pc.guard import COPIED_EARLY, Guard, remove_guards
 from pc.owner import Item, Plan, RecentPlans
 from pc.shards import local, viewed
 from pc.spectral import without_autocast
@@ -43,47 +44,6 @@ NOT_PULLED_BACK = (
     "there are gradients of PC(W), without preconditioner.pull_back() since the last backward(); it makes them those of W: "
     "call it before what unscales, clips or measures gradients, and before optimizer.step()"
 )
-NO_PRECONDITIONER = (
-    "it has no preconditioner; call pc.precondition(model, optimizer) after pc.attach, and after FSDP or DDP if used"
-)
-COPIED_EARLY = (
-    "this is a copy that was made when not all optimizers had stepped; call preconditioner.write_pc() before you copy"
-)
-
-
-class Guard:
-    """A hook before the forward pass of a module whose `weight` is not PC(W) of its W. It writes PC(W), or raises an error.
-
-    Args:
-        reason: why there is no PC(W), for the error.
-        write: writes PC(W). A copy of the hook, in a copy of the module, has no `write`.
-    """
-
-    def __init__(self, reason: str, write: Callable[[], None] | None = None) -> None:
-        self._reason, self._write = reason, write
-
-    def __reduce__(self):
-        return Guard, (self._reason,)
-
-    def __call__(self, module: nn.Module, _) -> None:
-        if self._write is not None:
-            return self._write()
-        for name, _weight in named_weights(module):  # the first, if there is one
-            raise UserError(f"there is no PC(W) of {name}: {self._reason}")
-
-    def put_on(self, modules: Iterable[nn.Module]) -> None:
-        remove_guards(modules)
-        for module in modules:
-            # before FSDP's own, which gathers the weights
-            module.register_forward_pre_hook(self, prepend=True)
-
-
-def remove_guards(modules: Iterable[nn.Module]) -> bool:
-    """Whether there were some."""
-    guards = [(m, key) for m in modules for key, hook in m._forward_pre_hooks.items() if isinstance(hook, Guard)]
-    for module, key in guards:
-        del module._forward_pre_hooks[key]
-    return bool(guards)
 
 
 def reshard(models: Iterable[nn.Module]) -> None:
