@@ -53,6 +53,12 @@ def adamw(parameters):
     return torch.optim.AdamW(parameters, lr=1e-2)
 
 
+def one_for_each_block(parameters):
+    parameters = [*parameters]
+    first = parameters[: len(parameters) // 2]
+    return [torch.optim.SGD(some, lr=0.1, momentum=0.9) for some in (first, parameters[len(first) :])]
+
+
 def sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
