@@ -1,11 +1,9 @@
 """What a configuration trains, in one line: made from it, so that no run calls itself what it is not."""
 
-from pc.blocks import BLOCK_GROUPS
+from pc.blocks import BLOCK_GROUPS, BLOCK_SUFFIXES
 from pc_recipe.config.model_sizes import shape_of
 from pc_recipe.config.pc_section import PC
 from pc_recipe.config.schema import Config, Model
-
-_MATRICES_OF_A_BLOCK = 7  # q, k, v, o, gate, up, down
 
 
 def headline(config: Config) -> str:
@@ -29,12 +27,15 @@ def _describe_pc(pc: PC, layers: int) -> str:
         level = "of given coefficients"
     else:
         level = f"level {pc.level}"
-    chosen, all_of_them = layers * len(blocks), layers * _MATRICES_OF_A_BLOCK + 1  # and the head
-    return f"PC {level} on {', '.join(blocks)} ({chosen} of {all_of_them} matrices)"
+    said = f"PC {level} on {', '.join(blocks)}"
+    if not BLOCK_SUFFIXES.keys() >= set(blocks):  # a pattern may find any number of matrices
+        return said
+    chosen, all_of_them = layers * len(blocks), layers * len(BLOCK_SUFFIXES) + 1  # and the head
+    return f"{said} ({chosen} of {all_of_them} matrices)"
 
 
 def count_parameters(model: Model) -> int:
-    """Of the model without PC's gammas, counted from its sizes: the dry run and the start must not wait for torch."""
+    """Of the model without PC's gammas, counted from its sizes, as nothing here imports torch."""
     shape = shape_of(model)
     wanted = int(8 * shape.dim / 3)
     if shape.ffn_dim_multiplier is not None:
