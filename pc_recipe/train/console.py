@@ -33,7 +33,7 @@ class Console(logging.StreamHandler):
 
     def format(self, record: logging.LogRecord) -> str:
         level = "" if record.levelno == logging.INFO else f"{record.levelname} "
-        return f"{datetime.fromtimestamp(record.created):%H:%M:%S} {level}{super().format(record)}"
+        return f"{datetime.fromtimestamp(record.created):%m-%d %H:%M:%S} {level}{super().format(record)}"
 
     def emit(self, record: logging.LogRecord) -> None:
         with contextlib.suppress(OSError), tqdm.external_write_mode(self.stream):

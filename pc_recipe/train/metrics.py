@@ -146,9 +146,8 @@ class PCMetricsProcessor(MetricsProcessor):
         return {"memory_active_gib_of_all_ranks": of_ranks[:, 0].max().item()}
 
     def _describe(self, step: int, loss: float, grad_norm: float, more: dict[str, Any]) -> str:
-        """The line of a step, at most 100 columns with the time of day; metrics.jsonl has more, and more digits."""
-        numbers = [f"loss {loss:.4f}", f"norm {grad_norm:.3g}"]
-        numbers += [f"lr {more['lr']:.2g}"] if "lr" in more else []
+        """The line of a step, at most 100 columns with date and time; metrics.jsonl has more, and more digits."""
+        numbers = [f"loss {loss:.4f}", f"grad_norm {grad_norm:.3g}"]
         speed = more["tokens_per_second"]
         numbers.append(f"{speed:,.0f} tok/s" if speed < 1e5 else f"{speed / 1000:,.0f}k tok/s")
         per_device = speed / self.parallel_dims.world_size

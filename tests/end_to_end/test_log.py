@@ -13,7 +13,7 @@ from helpers.tiny import ROOT, write_small_config
 from helpers.torchless import launch
 
 STEPS = 6
-STEP = r"step +(\d)/6  loss \d\.\d{4}  norm [\d.]+  lr [\de.-]+  [\d,]+k? tok/s(  0:00:\d\d left)?"
+STEP = r"step +(\d)/6  loss \d\.\d{4}  grad_norm [\d.]+  [\d,]+k? tok/s(  0:00:\d\d left)?"
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def finished(tiny_shards, tmp_path_factory):
 
 
 def test_a_line_per_step_and_nothing_without_meaning(finished):
-    lines = [re.sub(r"^\d\d:\d\d:\d\d ", "", line) for line in finished[2]]
+    lines = [re.sub(r"^\d\d-\d\d \d\d:\d\d:\d\d ", "", line) for line in finished[2]]
     steps = [match for match in (re.fullmatch(STEP, line) for line in lines) if match]
     assert [match[1] for match in steps] == list("123456")
     assert [bool(match[2]) for match in steps] == [False, False, True, True, True, True]  # the first steps are slow

@@ -21,7 +21,7 @@ def test_only_rank_0_logs_more_than_warnings(capsys, monkeypatch):
         logger.info(f"a step of {rank}")
         logger.warning(f"a warning of {rank}")
     printed = capsys.readouterr().out.splitlines()
-    assert [line.split(maxsplit=1)[1] for line in printed] == [  # after the time
+    assert [line.split(maxsplit=2)[2] for line in printed] == [  # after date and time
         "a step of 0", *(f"WARNING a warning of {rank}" for rank in (0, 1, 63))
     ]  # fmt: skip
 

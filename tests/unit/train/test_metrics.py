@@ -84,13 +84,13 @@ def _processor(folder):
 
 
 def test_the_line_of_a_step_fits_100_columns(tmp_path):
-    """Of a long run on many GPUs, with the time of day before it."""
+    """Of a long run on many GPUs, with date and time before it."""
     processor = _processor(tmp_path)
     processor.progress.steps, processor.gpu_peak_flops = 61_100, 3.0e6
     numbers = {"lr": 3.8241e-4, "tokens_per_second": 1_234_567.8, "seconds_left": 50_593.0}
     line = processor._describe(61_099, 2.61334, 0.4733, numbers)
-    assert line == "step 61099/61100  loss 2.6133  norm 0.473  lr 0.00038  1,235k tok/s  mfu 41%  14:03:13 left"
-    assert len("23:59:59 " + line) <= 100
+    assert line == "step 61099/61100  loss 2.6133  grad_norm 0.473  1,235k tok/s  mfu 41%  14:03:13 left"
+    assert len("11-26 23:59:59 " + line) <= 100
 
 
 def test_processor_logs_lines_and_counts_spikes_across_a_resume(tmp_path, caplog, monkeypatch):
