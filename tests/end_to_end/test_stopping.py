@@ -46,10 +46,13 @@ def test_the_first_signal_saves_and_stops(tiny_shards, tmp_path, number, process
     run = tmp_path / "run"
     config = write_small_config(tmp_path / "run.toml", tiny_shards, steps=2000, interval=2000)
     words = ["-m", "pc_recipe.runs.local", str(config), f"--training.local_batch_size={2 // processes}"]
+    words.append("--validation.freq=1")
     status, said = _interrupt(words, run, number, processes)
     state = read_state(run)
     assert (state.state, state.reason, status) == ("stopped", "asked to stop", 128 + number), said
     assert find_newest_step(run) == state.step >= 3 and not is_locked(run)
+    # each step but the last was validated: the stop does not wait for the validation that was due
+    assert len(metrics(run, "validation_loss")) == len(metrics(run)) - 1 == state.step - 1
     assert "saving and stopping after this step; again ends at once" in said and "Traceback" not in said
     newest = run / "checkpoint" / f"step-{state.step}"
     assert said.rstrip().endswith(f"Stopped at step {state.step}; the same command continues from {newest}.")
