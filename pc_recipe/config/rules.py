@@ -42,9 +42,9 @@ def anywhere(config: Config) -> Iterator[str]:
         yield from error_messages(lambda: config.pc.pc_config)
     shape = shape_of(config.model)
     if shape.dim % (2 * shape.n_heads):
-        yield f"model.dim = {shape.dim} should be an even multiple of the {shape.n_heads} heads"
+        yield f"model.dim = {shape.dim} should be an even multiple of model.n_heads = {shape.n_heads}"
     if shape.n_kv_heads and shape.n_heads % shape.n_kv_heads:
-        yield f"model.n_kv_heads = {shape.n_kv_heads} should divide the {shape.n_heads} heads"
+        yield f"model.n_kv_heads = {shape.n_kv_heads} should divide model.n_heads = {shape.n_heads}"
     if config.optimizer.independent_decay and not config.optimizer.lr:
         yield "optimizer.independent_decay = true needs optimizer.lr above 0, which the decay is divided by"
     if config.activation_checkpoint.mode == "memory_budget" and not compiles_model(config):
