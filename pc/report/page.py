@@ -1,7 +1,7 @@
 """The report as one page."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from html import escape
 from pathlib import Path
@@ -10,12 +10,12 @@ from pc.measure import Conditioning, Measured, gaussian_singular_values
 from pc.report import draw, html, words
 
 
-def write(models: dict[str, Conditioning], output: Path) -> None:
-    """Write the page of {name: model}."""
-    html.write(page(models), output)
+def write(models: dict[str, Conditioning], output: Path, with_pc: Collection[str] = ()) -> None:
+    """Write the page of {name: model}. Those of `with_pc` were trained with PC: they are not advised to try it."""
+    html.write(page(models, with_pc), output)
 
 
-def page(models: dict[str, Conditioning]) -> str:
+def page(models: dict[str, Conditioning], with_pc: Collection[str] = ()) -> str:
     parts = [f"<h1>Conditioning of {escape(', '.join(models))}</h1>"]
     if len(models) > 1:
         header, *rows = words.comparison(models)
@@ -24,7 +24,7 @@ def page(models: dict[str, Conditioning]) -> str:
             "<p class=faint>Condition numbers, and how many times those of Gaussian matrices of the same shapes.</p>"
         ]
     for name, found in models.items():
-        parts += _model(name, found)
+        parts += _model(name, found, words.WITH_PC if name in with_pc else words.advice(found))
     parts += ["<h2>What the advice rests on</h2>", html.table(words.EVIDENCE[0], words.EVIDENCE[1:])]
     parts += [
         "<p class=faint>The condition number is that of the baseline's o, gate, up and down at the end. Each run, with its plan, "
@@ -35,11 +35,11 @@ def page(models: dict[str, Conditioning]) -> str:
     return html.document(f"Conditioning of {', '.join(models)}", parts)
 
 
-def _model(name: str, found: Conditioning) -> list[str]:
+def _model(name: str, found: Conditioning, advice: str) -> list[str]:
     parts = [
         f"<h2>{escape(name)}</h2>",
         f"<p class=head>{escape(words.summary(found))}</p>",
-        f"<p class=advice>{escape(words.advice(found))}</p>",
+        f"<p class=advice>{escape(advice)}</p>",
         "<h3>By block</h3>",
         html.table(words.BLOCK_HEADER, words.block_rows(found, of_layers=True)),
     ]

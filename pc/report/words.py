@@ -21,6 +21,7 @@ EVIDENCE = (
     ("6.0", "micro, Muon, 0.96 tokens per parameter", "+0.095 per token", "-0.018 to +0.209"),
 )
 _HIGH, _LOW = 28, 20
+WITH_PC = "Trained with PC: how it would have ended without, or at another level, only another run shows."
 
 BLOCK_HEADER = (
     "block", "matrices", "condition number", "Gaussian", "times", "worst", "stable rank", "effective rank", "below 1 %",

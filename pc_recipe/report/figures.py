@@ -67,13 +67,14 @@ def draw_spectra(sources: Sequence[Path], output: Path, layers: Sequence[int] | 
 
 def write_report(sources: Sequence[Path], output: Path) -> None:
     """The page of `pc.report` about the checkpoints; of a run with PC about W and PC(W)."""
-    models = {}
+    models, with_pc = {}, []
     for name, checkpoint in spectra.checkpoints_of(sources).items():
         for which, tensors in spectra.both_weights(checkpoint).items():
             title = f"{name}, {which}" if which else name
+            with_pc += [title] if which else []
             found = of_tensors(title, tensors)
             models[title] = conditioning(found.model, found.load, watch=announce_and_watch)
-    page.write(models, output / "report.html")
+    page.write(models, output / "report.html", with_pc)
     print(output / "report.html")
 
 

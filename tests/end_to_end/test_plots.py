@@ -21,6 +21,7 @@ def test_spectra_and_curves_of_a_pair(command, tmp_path):
     assert _figures(tmp_path) == {"histograms", "gmcn"}
     page = (tmp_path / "report.html").read_text()
     assert re.findall("<h2>(.*?)</h2>", page)[1:4] == ["baseline", "pc, W", "pc, PC(W)"]
+    assert re.findall(r"<p class=advice>(\w+ \w+)", page) == ["Will PC", "Trained with", "Trained with"]
 
     assert command("curves.py", *pair, "--output", tmp_path / "curves")[0] == 0
     drawn = {"training_loss", "validation_loss_by_time", "activation_rms", "estimator_error"}
