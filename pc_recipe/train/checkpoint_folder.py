@@ -6,9 +6,11 @@ outside of it, so it can build an index and change nothing else. Tensors and val
 
 import hashlib
 import io
+import math
 import os
 import pickle
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -23,7 +25,7 @@ from torch.distributed.checkpoint import metadata as index_types
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.futures import Future
 from torchtitan.tools.logging import logger
@@ -66,6 +68,7 @@ class CheckpointFolder:
             self._reader = Reader(self.path)
             self._index = self._reader.read_metadata()
             self._files = sorted({info.relative_path for info in self._index.storage_data.values()})
+            must_have_checksums = CHECKSUMS in (getattr(self._index.storage_meta, "modules", None) or [])
         except UserError:
             raise
         except Exception as error:  # a damaged index can make the unpickler raise anything
@@ -73,7 +76,7 @@ class CheckpointFolder:
             raise Damaged(f"{self.path / INDEX}: not the index of a checkpoint ({reason})") from None
         # Folders that torch wrote have no checksums and are accepted. One that this module wrote says so in its index,
         # so the file of checksums cannot get lost unnoticed.
-        if not has_checksums and CHECKSUMS in (getattr(self._index.storage_meta, "modules", None) or []):
+        if not has_checksums and must_have_checksums:
             raise Damaged(f"{self.path / CHECKSUMS}: missing, so the checkpoint cannot be verified")
 
         if any(key.startswith("pc.") for key in self.shapes()):
@@ -101,7 +104,7 @@ class CheckpointFolder:
         if not self._verified:
             self.verify()
         entries: dict[str, Any] = self._index.state_dict_metadata
-        tensors = {key: torch.empty(entries[key].size, dtype=entries[key].properties.dtype) for key in keys}
+        tensors = {key: torch.zeros(entries[key].size, dtype=entries[key].properties.dtype) for key in keys}
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # no_dist is intended
             self.load(tensors, no_dist=True)
@@ -158,14 +161,34 @@ class Reader(FileSystemReader):
         file = path / INDEX
         index = _IndexUnpickler(io.BytesIO(look.patiently(file.read_bytes, file))).load()
         index.storage_meta = index.storage_meta or StorageMeta()
+        sizes: dict[str, int] = {}
         for name in {info.relative_path for info in index.storage_data.values()}:
             # reading a device or a pipe would never end
-            if Path(name).name != name or not look.is_file(inside(path, name)):
+            if Path(name).name != name or (size := look.size_of(inside(path, name))) is None:
                 raise Damaged(f"{path / INDEX}: names {name!r}, which is no file of this checkpoint")
+            sizes[name] = size
+        _require_whole(index, sizes, path / INDEX)
         return index
 
     def read_data(self, *args: Any, **kwargs: Any) -> Future[None]:
         return look.patiently(lambda: super(Reader, self).read_data(*args, **kwargs), self.path)
+
+
+def _require_whole(index: Metadata, sizes: dict[str, int], file: Path) -> None:
+    """Raise `Damaged` unless every entry is in the files, which have these sizes; torch leaves as it was what is not."""
+    stored = Counter[str]()
+    for key, info in index.storage_data.items():
+        if not 0 <= info.offset <= info.offset + info.length <= sizes[info.relative_path]:
+            raise Damaged(f"{file}: {key.fqn!r:.200} is in no place of {info.relative_path}")
+        stored[key.fqn] += info.length
+    for name, entry in index.state_dict_metadata.items():
+        is_whole = isinstance(name, str) and name in stored
+        if not isinstance(entry, BytesStorageMetadata):
+            elements = math.prod(entry.size)
+            is_whole &= elements == sum(math.prod(chunk.sizes) for chunk in entry.chunks)
+            is_whole &= elements * entry.properties.dtype.itemsize <= stored[name]
+        if not is_whole:
+            raise Damaged(f"{file}: {name!r:.200} is not whole in the files")
 
 
 @contextmanager
@@ -240,7 +263,7 @@ def _member(enum: type, name: str) -> _MemoryFormat:
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _DATACLASSES = (
-    Metadata, MetadataIndex, StorageMeta, index_types.TensorStorageMetadata, index_types.BytesStorageMetadata,
+    Metadata, MetadataIndex, StorageMeta, index_types.TensorStorageMetadata, BytesStorageMetadata,
     index_types.TensorProperties, index_types.ChunkStorageMetadata, _StorageInfo,
 )  # fmt: skip
 _NAMES: dict[tuple[str, str], Any] = {

@@ -124,3 +124,44 @@ def test_an_index_is_read_as_torch_reads_it(folder):
     assert found == torchs
     assert {type(thing) for thing in found.storage_data.values()} == {_StorageInfo}
     assert found.state_dict_metadata["w"].properties == torchs.state_dict_metadata["w"].properties
+
+
+def _of_file(field, value):
+    return lambda index: [object.__setattr__(info, field, value) for info in index.storage_data.values()]
+
+
+def _of_tensor(field, value):
+    return lambda index: object.__setattr__(index.state_dict_metadata["w"], field, value)
+
+
+ODD = {
+    "no entries": lambda index: setattr(index, "state_dict_metadata", 5),
+    "an entry of no kind": lambda index: index.state_dict_metadata.update(w=None),
+    "a name that is none": lambda index: index.state_dict_metadata.update({5: index.state_dict_metadata["w"]}),
+    "no shape": _of_tensor("size", None),
+    "no type": _of_tensor("properties", None),
+    "no piece of a tensor, which would be what is in memory": _of_tensor("chunks", []),
+    "a shape that no file holds": _of_tensor("size", torch.Size([2**40])),
+    "a shape and a piece that no file holds": lambda index: (
+        _of_tensor("size", torch.Size([2**40]))(index),
+        _of_tensor("chunks", [index_types.ChunkStorageMetadata(torch.Size([0]), torch.Size([2**40]))])(index),
+    ),
+    "no places": lambda index: setattr(index, "storage_data", {}),
+    "a place before the file": _of_file("offset", -5),
+    "a place behind its end": _of_file("offset", 2**62),
+    "no end": _of_file("length", None),
+    "more than the file": _of_file("length", 2**40),
+    "less than nothing": _of_file("length", -1),
+    "no file": _of_file("relative_path", 5),
+    "modules that are none": lambda index: setattr(index.storage_meta, "modules", 5),
+}
+
+
+@pytest.mark.parametrize("what", ODD)
+def test_an_index_of_odd_values_is_damaged(folder, what):
+    """Before anything is read: torch's own reader asks for none of it."""
+    index = pickle.loads((folder / ".metadata").read_bytes())
+    ODD[what](index)
+    (folder / ".metadata").write_bytes(pickle.dumps(index))
+    with pytest.raises(Damaged, match=r"\.metadata: "):
+        CheckpointFolder(folder)
