@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter
+from typing_extensions import NotRequired, TypedDict  # pydantic does not read those of Python 3.11
 
 from pc.errors import UserError
 from pc_recipe.data.tokenizers import Tokenizer, load_tokenizer
@@ -24,6 +25,27 @@ FORMAT = 2
 SPLITS = ("train", "validation")
 TOKENIZER_FOLDER = "tokenizer"
 Size = Annotated[int, Field(ge=0, le=2**50)]  # sums of them are offsets in files
+
+
+class SourceFile(TypedDict):
+    """One of the files that shards were made of."""
+
+    name: str
+    size: Size
+
+
+class Source(TypedDict):
+    """What shards were made of. Keys that format 1 has not are not required."""
+
+    input: str
+    subset: str | None
+    files: list[SourceFile]
+    text_key: NotRequired[str]
+    max_documents: NotRequired[Size | None]
+    left_out: NotRequired[dict[str, Size]]
+    """{reason: number of files}"""
+    replaced: NotRequired[dict[str, Size]]
+    """{file: bytes that were not UTF-8}"""
 
 
 @dataclass(frozen=True)
@@ -65,8 +87,7 @@ class Manifest:
     format: Literal[1, 2]
     dtype: Literal["uint16", "uint32"]
     """The type of a token, little-endian."""
-    source: dict
-    """The input, its files with sizes, and how many of their bytes were not UTF-8."""
+    source: Source
     split_rule: str
     """How documents were split, in words."""
     tokenizer: TokenizerRecord

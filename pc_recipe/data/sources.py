@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pc.errors import UserError
+from pc_recipe.data.manifest import Size
 from pc_recipe.data.text_files import HUB, READERS, ending_of, is_compressed, open_bytes
 from pc_recipe.files import look
 from pc_recipe.files.inside import inside
@@ -50,9 +51,9 @@ class Unit:
     groups: {file: (first, last + 1)}. text_bytes: of them, by the estimate of `measure_files`.
     """
 
-    number: int
+    number: Size
     groups: dict[str, tuple[int, int]]
-    text_bytes: int
+    text_bytes: Size
 
 
 def find_files(
@@ -163,7 +164,7 @@ def find_hub_files(dataset: str, subset: str | None) -> list[str]:
         )
     files = [str(file) for file in splits["train"]]
     if look.is_folder(dataset):  # laid out like a dataset on the Hub
-        return files
+        return [str(inside(Path(dataset), os.path.relpath(file, os.path.realpath(dataset)))) for file in files]
     if elsewhere := [file for file in files if not file.startswith(HUB)]:
         raise UserError(f"--input {dataset}: its card names {elsewhere[0]!r}, which is not on the Hub")
     return files

@@ -3,7 +3,7 @@
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -32,11 +32,7 @@ from pc_recipe.files import look
 from pc_recipe.files.atomic import write_atomically
 from pc_recipe.files.errors import WriteFailed
 from pc_recipe.train import run_tokenizer
-from pc_recipe.train.hf_folder import Found, find_tensors, to_llama_config
-
-_SIZES = (
-    "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
-)  # fmt: skip
+from pc_recipe.train.hf_folder import find_tensors, read_settings, to_llama_config
 
 
 def to_llama(weights: dict[str, Tensor], model_args: TransformerModelArgs) -> LlamaForCausalLM:
@@ -156,9 +152,9 @@ def _load_folder(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     tensors = find_tensors(path)
     local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     try:
+        read_settings(path, tensors)
         config: Any = AutoConfig.from_pretrained(path, **local)
         config._attn_implementation = None  # a config may name one to be downloaded
-        _require_sizes(config, tensors)
         with without_panics():
             tokenizer = AutoTokenizer.from_pretrained(path, **local)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -185,11 +181,3 @@ def _load_folder(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     ids = {f"{kind}_token_id": getattr(model.generation_config, f"{kind}_token_id") for kind in ("bos", "eos", "pad")}
     model.generation_config = GenerationConfig(**ids, do_sample=True)
     return model.eval(), tokenizer
-
-
-def _require_sizes(config: Any, tensors: Mapping[str, Found]) -> None:
-    """Raise a `UserError` if a model is larger than its weights, so that building it might never end."""
-    largest = max((size for tensor in tensors.values() for size in tensor.shape), default=0)
-    for name, most in {"num_hidden_layers": len(tensors), **dict.fromkeys(_SIZES, largest)}.items():
-        if isinstance(size := getattr(config, name, None), int) and size > most:
-            raise UserError(f"config.json has {name} = {size}, its weights at most {most}")

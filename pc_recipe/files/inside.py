@@ -8,18 +8,21 @@ from pc_recipe.files import look
 
 
 def require_plain(folder: Path) -> None:
-    """Raise a `UserError` if something else than a file or a folder is where a command writes.
+    """Raise a `UserError` if something in `folder`, at any depth, is a link that leads out of it, or no file.
 
-    That is in `folder` or in a folder in it. A link would change what it leads to, a pipe never ends. `checkpoint` may be a
-    link, to a larger disk; of what it leads to, only checkpoints change.
+    What is written to a link changes what it leads to, and what is read from a pipe never ends. `checkpoint` may be a link,
+    to a larger disk but not to another run; of what it leads to, only checkpoints change.
     """
-    entries = [folder / name for name in look.names(folder)]
-    below = [place / name for place in entries if look.is_folder(place) for name in look.names(place)]
-    for entry in [*entries, *below]:
-        if look.is_link(entry) and entry != folder / "checkpoint":
-            raise UserError(f"{entry} is a link, and what is written there stays in {folder}; move it away")
-        if look.is_there(entry) and not (look.is_file(entry) or look.is_folder(entry)):
-            raise UserError(f"{entry} is a pipe or a device, no file; move it away")
+    disk = folder / "checkpoint"
+    for place in (folder, disk) if look.is_link(disk) else (folder,):
+        for entry in look.everything_in(place):
+            if entry.is_symlink():
+                if Path(entry) != disk and not _leads_into(place, Path(entry)):
+                    raise UserError(f"{entry.path} is a link that leads out of {folder}; move it away")
+            elif not (entry.is_file() or entry.is_dir()):
+                raise UserError(f"{entry.path} is a pipe or a device, no file; move it away")
+    if look.is_link(disk) and look.is_file(disk.resolve().parent / "config.toml"):
+        raise UserError(f"{disk} is a link to the checkpoints of another run, {disk.resolve().parent}; move it away")
 
 
 def no_link(path: str, flags: int) -> int:
@@ -30,13 +33,16 @@ def no_link(path: str, flags: int) -> int:
 def inside(folder: Path, name: str) -> Path:
     """The path of a file that something in `folder` names.
 
-    Hugging Face's cache keeps the files of `snapshots/REVISION` as links to `blobs`, where they belong to the folder too.
-
     Raises:
         UserError: it is outside, by an absolute path, by `..` or by a link.
     """
-    path, whole = folder / name, Path(os.path.realpath(folder))
-    blobs = [place.parent / "blobs" for place in whole.parents if place.name == "snapshots"]
-    if "\0" in name or not any(map(Path(os.path.realpath(path)).is_relative_to, [whole, *blobs])):
+    if "\0" in name or not _leads_into(folder, folder / name):
         raise UserError(f"{folder} names {name!r}, which is a file outside of it")
-    return path
+    return folder / name
+
+
+def _leads_into(folder: Path, path: Path) -> bool:
+    """Hugging Face's cache keeps the files of `snapshots/REVISION` as links to `blobs`, where they belong to the folder too."""
+    whole = Path(os.path.realpath(folder))
+    blobs = [place.parent / "blobs" for place in whole.parents if place.name == "snapshots"]
+    return any(map(Path(os.path.realpath(path)).is_relative_to, [whole, *blobs]))

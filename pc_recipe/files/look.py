@@ -6,10 +6,11 @@ all: a run that believes them starts anew over its checkpoints. So no other modu
 All functions raise `ReadFailed` if the file system refuses, again after `PAUSES`.
 """
 
+import errno
 import os
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -35,7 +36,7 @@ def patiently(call: Callable[[], T], path: str | os.PathLike) -> T:
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
             raise
         except OSError as error:
-            if pause is None or isinstance(error, PermissionError):
+            if pause is None or isinstance(error, PermissionError) or error.errno == errno.ENAMETOOLONG:
                 raise ReadFailed(
                     f"{path}: could not be read ({error.strerror or error}); nothing was changed"
                 ) from error
@@ -69,7 +70,9 @@ def is_link(path: str | os.PathLike) -> bool:
 
 
 def _status(path: str | os.PathLike, follow: bool = True) -> os.stat_result | None:
-    """None where there is nothing."""
+    """None where there is nothing, and of a name with NUL, which nothing has."""
+    if "\0" in os.fspath(path):
+        return None
     try:
         return patiently(lambda: os.stat(path, follow_symlinks=follow), path)
     except (FileNotFoundError, NotADirectoryError):
@@ -84,6 +87,20 @@ def names(folder: str | os.PathLike) -> list[str]:
         return []
     except NotADirectoryError:
         raise UserError(f"{folder} should be a folder") from None
+
+
+def everything_in(folder: str | os.PathLike) -> Iterator[os.DirEntry[str]]:
+    """All that is in a folder and the folders in it; nothing if there is no folder."""
+    try:
+        entries = patiently(lambda: list(os.scandir(os.fspath(folder))), folder)
+    except FileNotFoundError:
+        return
+    except NotADirectoryError:
+        raise UserError(f"{folder} should be a folder") from None
+    for entry in entries:
+        yield entry
+        if entry.is_dir(follow_symlinks=False):
+            yield from everything_in(entry)
 
 
 def refuse(error: OSError) -> None:
@@ -103,9 +120,11 @@ def read(file: str | os.PathLike) -> bytes | None:
     Raises:
         UserError: there is a folder, or a pipe, whose end would never come.
     """
-    try:
-        if not is_file(file) and is_there(file):
+    if not is_file(file):
+        if is_there(file):
             raise UserError(f"{file} should be a file")
+        return None
+    try:
         return patiently(Path(file).read_bytes, file)
     except (FileNotFoundError, NotADirectoryError):
         return None

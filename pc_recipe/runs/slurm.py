@@ -19,7 +19,7 @@ from pc.errors import UserError, exit_on_user_error
 from pc_recipe.config import load_config
 from pc_recipe.files import look
 from pc_recipe.files.atomic import write_atomically
-from pc_recipe.files.inside import inside
+from pc_recipe.files.inside import inside, require_plain
 from pc_recipe.files.lock import is_locked, lock
 from pc_recipe.files.own_code import own_code
 from pc_recipe.files.run_folder import find_newest_step, read_state, write_failure
@@ -64,7 +64,9 @@ def submit_run(config: str, overrides: Sequence[str], allocation: Allocation, qu
 
 def submit_job(folder: Path, options: list[str], arguments: Sequence[str]) -> str:
     """Submit train.sbatch with sbatch; returns the job's id, "" with --test-only. What sbatch says is handed on."""
-    inside(folder, "slurm").mkdir(parents=True, exist_ok=True)  # without the folder SLURM drops the output
+    logs = inside(folder, "slurm")
+    logs.mkdir(parents=True, exist_ok=True)  # without the folder SLURM drops the output
+    require_plain(logs)
     # the job uses the interpreter and the code that submitted it
     environment = {**os.environ, "PC_PYTHON": sys.executable, **own_code()}
     submitted = subprocess.run(job_command(folder, options, arguments), capture_output=True, text=True, env=environment)

@@ -1,7 +1,8 @@
 """A Hugging Face folder of weights: one model, and whether a run can start from it. Its imports take seconds."""
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from pc.errors import UserError
 from pc_recipe.files import look
-from pc_recipe.files.inside import inside
+from pc_recipe.files.inside import inside, require_plain
 
 # Settings that determine a Llama's function of its weights.
 _ARCHITECTURE = (
@@ -50,7 +51,8 @@ def require_initial_load(path: str | Path, model_args: TransformerModelArgs) -> 
         UserError: naming the setting or tensor that differs.
     """
     path = Path(path)
-    given = _read_config(path / "config.json")
+    found = find_tensors(path)
+    given = _read_config(path, found)
     with torch.device("meta"):
         block: Any = Transformer(model_args).layers["0"]
         expected = to_llama_config(model_args, block.feed_forward.w1.out_features)
@@ -60,7 +62,6 @@ def require_initial_load(path: str | Path, model_args: TransformerModelArgs) -> 
             raise UserError(
                 f"{path}: config.json has {key} {getattr(given, key)}, the run's model {getattr(expected, key)}"
             )
-    found = find_tensors(path)
     for key in [key for key in found if key.endswith(".rotary_emb.inv_freq")]:  # Llama 2's own folders have them
         with safe_open(found[key].file, framework="pt") as tensors:
             frequencies = model_args.rope_theta ** -torch.arange(0, 1, 2 * model_args.n_heads / model_args.dim)
@@ -74,14 +75,43 @@ def require_initial_load(path: str | Path, model_args: TransformerModelArgs) -> 
     require_shapes({key: tensor.shape for key, tensor in model.state_dict().items()}, shapes, path)
 
 
-def _read_config(file: Path) -> LlamaConfig:
+def _read_config(folder: Path, tensors: Mapping[str, "Found"]) -> LlamaConfig:
     try:
-        settings = dict(json.loads(look.read(file) or b"{}"))
+        settings = read_settings(folder, tensors)
         if settings.get("model_type") != "llama":
             raise UserError(f'model_type {settings.get("model_type")!r}, a run starts from "llama"')
         return LlamaConfig(**settings)
     except Exception as error:  # transformers checks types by an exception of its own
-        raise UserError(f"{file}: {' '.join(str(error).split())[:200]}") from None
+        raise UserError(f"{folder / 'config.json'}: {' '.join(str(error).split())[:200]}") from None
+
+
+def read_settings(folder: Path, tensors: Mapping[str, "Found"]) -> dict[str, Any]:
+    """What config.json says.
+
+    Raises:
+        UserError: a number in it is larger than anything in the weights, so that building the model might never end.
+    """
+    settings = dict(json.loads(look.read(folder / "config.json") or b"{}"))
+    largest = max((size for tensor in tensors.values() if all(tensor.shape) for size in tensor.shape), default=0)
+    for name, number in _integers(settings):
+        most = len(tensors) if "layer" in name else largest
+        if number > most and not _MAY_BE_LARGER.search(name):
+            raise UserError(f"config.json has {name} = {number}, its weights at most {most}")
+    return settings
+
+
+_MAY_BE_LARGER = re.compile(r"_ids?$|theta|window|^(original_)?max_")
+"""Names of numbers to which no weight has to correspond."""
+
+
+def _integers(value: Any, name: str = "") -> Iterator[tuple[str, int]]:
+    """(the name above it, number) of each integer in a JSON value, at any depth."""
+    if type(value) is int:
+        yield name, value
+    for key, inner in value.items() if isinstance(value, dict) else ():
+        yield from _integers(inner, key)
+    for inner in value if isinstance(value, list) else ():
+        yield from _integers(inner, name)
 
 
 @dataclass(frozen=True)
@@ -101,6 +131,7 @@ def find_tensors(folder: Path) -> dict[str, Found]:
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     used = [single]
     try:
+        require_plain(folder)
         if look.is_there(index) and not look.is_there(single):
             used = sorted({inside(folder, name) for name in json.loads(index.read_bytes())["weight_map"].values()})
         names = look.names(folder)
@@ -113,7 +144,7 @@ def find_tensors(folder: Path) -> dict[str, Found]:
                 "it has an adapter, adapter_config.json: `merge_and_unload` it with peft and save the result"
             )
         found: dict[str, Found] = {}
-        others = [inside(folder, name) for name in names if name.endswith(".safetensors")]
+        others = [folder / name for name in names if name.endswith(".safetensors")]
         for file in [*used, *(file for file in others if file not in used)]:
             with safe_open(file, framework="pt") as tensors:
                 for key in tensors.keys():  # noqa: SIM118

@@ -234,6 +234,7 @@ def test_nothing_in_a_folder_is_executed(tmp_path, pc_export):
 @pytest.mark.parametrize(
     "sizes",
     [
+        {"num_labels": 10**9}, {"n_positions": 10**8}, {"text_config": {"num_hidden_layers": 10**7}},
         {"num_hidden_layers": 10**7}, {"hidden_size": 2**40}, {"intermediate_size": 2**40}, {"vocab_size": 2**40},
         {"num_attention_heads": 10**9}, {"num_key_value_heads": 10**9}, {"head_dim": 2**40}, {"hidden_size": "wide"},
         {"num_hidden_layers": -1}, {"rope_parameters": {"rope_type": "mine", "rope_theta": 1}},

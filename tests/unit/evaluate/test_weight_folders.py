@@ -119,7 +119,7 @@ REFUSED = {
     "a link to weights elsewhere": (
         "one", lambda f, old: (
             (f / "model.safetensors").unlink(), (f / "model.safetensors").symlink_to(old["one"] / "model.safetensors"),
-        ), "hf names 'model.safetensors', which is a file outside of it$",
+        ), "hf/model.safetensors is a link that leads out of .*/hf; move it away$",
     ),
     "an adapter": (
         "one", lambda f, old: (f / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "/"})),

@@ -20,12 +20,14 @@ from pc_recipe.data.tokenizing import tokenize
 from pc_recipe.files import json_lines
 from pc_recipe.files.lock import is_locked, join_lock, lock
 from pc_recipe.files.run_log import note_start
+from pc_recipe.runs.slurm import submit_job
 from pc_recipe.train.checkpoint_folder import CheckpointFolder
 from pc_recipe.train.checkpoint_writer import ChecksummedWriter
+from pc_recipe.train.hf_folder import find_tensors
 
 WRITTEN = [
     "lock", "lock.ranks", "metrics.jsonl", "status.json", "train.log", "checkpoint.damaged",
-    "tb", "logs", "slurm", "comm_traces/rank_0", "checkpoint/step-2", ".hidden",
+    "tb", "logs", "slurm", "comm_traces/rank_0", "checkpoint/step-2", ".hidden", "profile_traces/iteration_10/rank0.json",
 ]  # fmt: skip
 
 
@@ -45,11 +47,12 @@ def state(folder):
 @pytest.mark.parametrize("begin", [lock, join_lock])
 @pytest.mark.parametrize("name", WRITTEN)
 def test_a_run_does_not_begin_where_it_would_write_through_a_link(run, name, begin):
+    (run / name).parent.mkdir(parents=True, exist_ok=True)
     for target in ("target", "disk", "not there"):
         (run / name).symlink_to(run.parent / target)
         before = state(run.parent)
         is_locked(run)
-        with pytest.raises(UserError, match=f"{run / name} is a link, and what is written there stays in {run}"):
+        with pytest.raises(UserError, match=f"{run / name} is a link that leads out of {run}; move it away"):
             begin(run)
         after = state(run.parent)
         assert after == before
@@ -71,6 +74,47 @@ def test_checkpoints_may_be_on_another_disk(run, begin):
     (run / "checkpoint").rmdir()
     (run / "checkpoint").symlink_to(run.parent / "disk")
     begin(run).close()
+    (run.parent / "disk" / "step-2" / "__0_0.distcp").symlink_to(run.parent / "target")
+    with pytest.raises(UserError, match="step-2/__0_0.distcp is a link that leads out"):
+        begin(run)
+
+
+@pytest.mark.parametrize("begin", [lock, join_lock])
+def test_checkpoints_of_another_run_are_not_used(run, begin):
+    """What expires would be deleted there."""
+    shutil.copytree(run, run.parent / "mine")
+    (run.parent / "mine" / "config.toml").write_text("")
+    (run / "checkpoint").rmdir()
+    (run / "checkpoint").symlink_to(run.parent / "mine" / "checkpoint")
+    with pytest.raises(UserError, match=f"a link to the checkpoints of another run, {run.parent / 'mine'}; move it"):
+        begin(run)
+
+
+def test_a_link_within_the_folder_may_stay(run):
+    """W&B makes `latest-run`."""
+    (run / "tb" / "wandb" / "run-1").mkdir(parents=True)
+    (run / "tb" / "wandb" / "latest-run").symlink_to("run-1")
+    lock(run).close()
+
+
+def test_a_job_does_not_log_through_a_link(run):
+    (run / "slurm").mkdir()
+    (run / "slurm" / "run-1.log").symlink_to(run.parent / "target")
+    with pytest.raises(UserError, match="slurm/run-1.log is a link that leads out"):
+        submit_job(run, [], [])
+
+
+@pytest.mark.parametrize("kind", ["a link", "a pipe"])
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json", "generation_config.json"])
+def test_a_folder_of_weights_has_no_link_out_of_it_and_no_pipe(tmp_path, name, kind):
+    """Before anything in it is opened: reading a pipe never ends."""
+    (tmp_path / "model").mkdir()
+    if kind == "a pipe":
+        os.mkfifo(tmp_path / "model" / name)
+    else:
+        (tmp_path / "model" / name).symlink_to("/etc/passwd")
+    with pytest.raises(UserError, match=f"model/{name} is {kind}"):
+        find_tensors(tmp_path / "model")
 
 
 def test_a_link_that_comes_later_is_not_followed_either(run):
@@ -192,6 +236,21 @@ def test_a_folder_of_documents_has_no_link_out_of_it(tmp_path, leads):
     else:
         with pytest.raises(UserError, match="names 'b.txt', which is a file outside of it"):
             find_files(str(tmp_path / "text"))
+
+
+def test_the_card_of_a_folder_names_files_of_the_folder(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "owner" / "name"
+    folder.mkdir(parents=True)
+    (tmp_path / "secret.txt").write_text("mine")
+    (folder / "a.txt").write_text("text")
+    for path in ("a.txt", "../../secret.txt"):
+        (folder / "README.md").write_text(f"---\nconfigs:\n- config_name: subset\n  data_files: {path}\n---\n")
+        if path == "a.txt":
+            assert find_files("owner/name", "subset") == ["owner/name/a.txt"]
+        else:
+            with pytest.raises(UserError, match="owner/name names '../../secret.txt', which is a file outside of it"):
+                find_files("owner/name", "subset")
 
 
 @pytest.mark.parametrize("file", ["/etc/passwd.txt", "../secret.txt", "https://a.example/x.txt"])
