@@ -26,6 +26,7 @@ from pc.errors import UserError
 from pc.terminal import plain
 from pc_recipe.config.schema import INSTEAD, Config
 from pc_recipe.config.sections import Section, keys_of
+from pc_recipe.files import look
 from pc_recipe.files.atomic import write_atomically
 
 OVERLAY = "overlay"
@@ -89,12 +90,12 @@ def _chain(path: Path) -> Iterator[tuple[Path, bytes, dict[str, Any]]]:
         seen.append(os.path.abspath(path))
         if seen.count(seen[-1]) > 1:
             raise UserError(f"{path}{child}: parents form a cycle: {' -> '.join(map(os.path.basename, seen))}")
+        if (content := look.read(path)) is None:
+            raise UserError(f"{path}{child}: No such file")
         try:
-            content = path.read_bytes()
             values = tomllib.loads(content.decode("utf-8-sig"))  # some editors begin a file with a mark
-        except (OSError, ValueError, RecursionError) as error:  # wrong syntax, encoding, too many digits or levels
-            reason = getattr(error, "strerror", None) or f"not valid TOML: {error}"
-            raise UserError(f"{path}{child}: {reason}") from None
+        except (ValueError, RecursionError) as error:  # wrong syntax, encoding, too many digits or levels
+            raise UserError(f"{path}{child}: not valid TOML: {error}") from None
         parent = values.pop("parent", None)
         yield path, content, values
         if parent is None:

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from pc.errors import UserError
+from pc_recipe.files import look
 
 FILE, SETTINGS = "tokenizer.json", "tokenizer_config.json"
 NORMAL, UNKNOWN, CONTROL, BYTE, BPE = 1, 2, 3, 6, 2  # types of SentencePiece's entries, and of its models
@@ -53,11 +54,11 @@ class Converted:
 
 @contextmanager
 def without_panics() -> Iterator[None]:
-    """Raise a `UserError` where the Rust of a damaged tokenizer panics, which is no `Exception`."""
+    """Raise a `UserError` where the Rust of a damaged tokenizer fails: a bare `Exception`, or a panic, which is none."""
     try:
         yield
     except BaseException as error:
-        if type(error).__name__ != "PanicException":
+        if type(error) is not Exception and type(error).__name__ != "PanicException":
             raise
         raise UserError(f"its library fails ({error})") from None
 
@@ -72,7 +73,7 @@ def build(content: bytes) -> Tokenizer:
 
 def from_folder(folder: Path) -> Converted:
     """tokenizer.json as it is, but that BOS is put in front, and nothing else is added to a text, cut off or filled up."""
-    given, settings = (folder / FILE).read_bytes(), json.loads((folder / SETTINGS).read_bytes())
+    given, settings = look.read(folder / FILE) or b"", json.loads(look.read(folder / SETTINGS) or b"{}")
     names = [settings.get(key) for key in ("bos_token", "eos_token")]
     bos, eos = (name["content"] if isinstance(name, dict) else name for name in names)
     if bos == eos:  # GPT-2's: one of them separates documents

@@ -162,14 +162,15 @@ def _convert(name: str, path: Path) -> Converted:
         return tokenizer_formats.from_tiktoken(name)
     elif look.is_file(path / FILE):
         return tokenizer_formats.from_folder(path)
-    try:
-        return tokenizer_formats.from_sentencepiece(
-            (path / SENTENCEPIECE if look.is_folder(path) else path).read_bytes()
-        )
-    except (OSError, RuntimeError) as error:
-        raise UserError(
-            f"neither {DEFAULT_TOKENIZER!r}, a folder with {FILE}, a tiktoken encoding, nor a SentencePiece model ({error})"
-        ) from error
+    content, reason = look.read(path / SENTENCEPIECE if look.is_folder(path) else path), "there is no such file"
+    if content:
+        try:
+            return tokenizer_formats.from_sentencepiece(content)
+        except RuntimeError as error:
+            reason = str(error)
+    raise UserError(
+        f"neither {DEFAULT_TOKENIZER!r}, a folder with {FILE}, a tiktoken encoding, nor a SentencePiece model ({reason})"
+    )
 
 
 def _mistral_model() -> Path:

@@ -11,12 +11,25 @@ import math
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, TypeAdapter, ValidationError
+from typing_extensions import NotRequired, TypedDict
 
 from pc.errors import UserError
-from pc_recipe.data.manifest import FORMAT, SPLITS, TOKENIZER_FOLDER, Manifest, TokenizerRecord, TokenShard
+from pc_recipe.data.manifest import (
+    FORMAT,
+    SPLITS,
+    TOKENIZER_FOLDER,
+    Manifest,
+    Size,
+    SourceFile,
+    TokenizerRecord,
+    TokenShard,
+)
 from pc_recipe.data.sources import (
     Unit,
     divide_into_units,
@@ -40,6 +53,29 @@ VALIDATION_BYTES = 2 * 10**6  # of text, some 500,000 tokens: 64 sequences of 81
 MOST_VALIDATION = 0.1
 COMPARED = 200  # texts, by a tokenizer and what it was converted from, before the first is stored
 DOCUMENT_BYTES = 3000  # of a document of a data set such as FineWeb, about
+
+
+class _Settings(TypedDict):
+    """Those that are read again; the command's own are compared with what the folder was started with."""
+
+    format: Literal[1, 2]
+    sources: list[str]
+    tokenizer: str
+    subset: str | None
+    text_key: str
+    max_documents: Size | None
+    validation_share: Annotated[float, Field(ge=0, le=1)]
+    files: list[SourceFile]
+    left_out: NotRequired[dict[str, Size]]
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """tokenizing.json."""
+
+    settings: _Settings
+    units: list[Unit]
+    modified: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -82,8 +118,12 @@ def open_job(output: Path, sources: list[str], tokenizer: Tokenizer, requested: 
     requested = {"sources": sources, "tokenizer": tokenizer.sha256} | requested
     path = output / "tokenizing.json"
     if (text := look.read(path)) is not None:
-        saved = json.loads(text)
-        settings, units = saved["settings"], [Unit(**unit) for unit in saved["units"]]
+        try:
+            saved = TypeAdapter(_Saved).validate_json(text, strict=True)
+        except ValidationError as error:
+            reason = " ".join(str(error).split())[:200]
+            raise UserError(f"{path} is damaged ({reason}); delete {output}, and repeat the command") from None
+        settings, units = json.loads(text)["settings"], saved.units  # all keys, which have a checksum
         # of a job of format 1, the settings have another checksum
         before = settings | {"tokenizer": load_tokenizer(output / TOKENIZER_FOLDER).sha256}
         for key, value in requested.items():
@@ -93,7 +133,7 @@ def open_job(output: Path, sources: list[str], tokenizer: Tokenizer, requested: 
                     f"{value!r}: choose another --output, or delete the folder"
                 )
         _require_same_files(sources, settings, units, output)
-        modified = {} if look.is_there(output / "manifest.json") else saved.get("modified", {})
+        modified = {} if look.is_there(output / "manifest.json") else saved.modified
     else:
         settings, units = _divide_source(sources, output, requested)
         for unit in units[:1]:
@@ -101,8 +141,8 @@ def open_job(output: Path, sources: list[str], tokenizer: Tokenizer, requested: 
             tokenizer.require_equal([text[:LONGEST] for text in texts])
         tokenizer.save(output / TOKENIZER_FOLDER)
         modified = {file: now for unit in units for file in unit.groups if (now := _last_change(file))}
-        saved = {"settings": settings, "units": [asdict(unit) for unit in units], "modified": modified}
-        write_atomically(path, json.dumps(saved, indent=1))
+        content = {"settings": settings, "units": [asdict(unit) for unit in units], "modified": modified}
+        write_atomically(path, json.dumps(content, indent=1))
     record = replace(TokenizerRecord.of(tokenizer), sha256=settings["tokenizer"])
     job = TokenizingJob(output, settings, record, units, modified)
     job.require_unmodified(modified)
@@ -172,12 +212,8 @@ def record_unit(
 
     replaced: {file: bytes that are not UTF-8}
     """
-    record = {
-        "settings_sha256": job.sha256,
-        "shards": {split: [asdict(shard) for shard in shards[split]] for split in SPLITS},
-        "replaced": dict(replaced),
-    }
-    write_atomically(_record_path(job, unit), json.dumps(record, indent=1))
+    record = UnitRecord(job.sha256, shards, dict(replaced))
+    write_atomically(_record_path(job, unit), json.dumps(asdict(record), indent=1))
 
 
 def _record_path(job: TokenizingJob, unit: Unit) -> Path:
@@ -186,27 +222,32 @@ def _record_path(job: TokenizingJob, unit: Unit) -> Path:
 
 @dataclass(frozen=True)
 class UnitRecord:
-    """What a finished unit made: {split: its shards}, and {file: bytes that are not UTF-8}."""
+    """units/NNNNN.json, of a finished unit."""
 
+    settings_sha256: str
+    """Of the settings with which it was made."""
     shards: dict[str, list[TokenShard]]
-    replaced: dict[str, int]
+    replaced: dict[str, Size]
+    """{file: bytes that are not UTF-8}"""
+
+
+_RECORD = TypeAdapter(UnitRecord)
 
 
 def read_finished(job: TokenizingJob, unit: Unit) -> UnitRecord | None:
     """The unit's record if it was finished with these settings and no file is missing, else None."""
     text = look.read(_record_path(job, unit))
     try:
-        record = json.loads(text or b"")
-        if record["settings_sha256"] != job.sha256:
+        record = _RECORD.validate_json(text or b"", strict=True)
+        if record.settings_sha256 != job.sha256:
             return None
-        shards = {split: [TokenShard(**shard) for shard in record["shards"][split]] for split in SPLITS}
-        for shard in (*shards["train"], *shards["validation"]):
+        for shard in (*record.shards["train"], *record.shards["validation"]):
             require_file(job.output, shard)
     except ReadFailed:
         raise
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError):
         return None
-    return UnitRecord(shards, record["replaced"])
+    return record
 
 
 def write_manifest_if_finished(job: TokenizingJob) -> Manifest | None:
@@ -222,14 +263,15 @@ def write_manifest_if_finished(job: TokenizingJob) -> Manifest | None:
     shards = {split: [shard for record in records for shard in record.shards[split]] for split in SPLITS}
     if not any(shards.values()):
         raise UserError(f"--input {' '.join(settings['sources'])}: there is no text in it")
+    source: Any = {"input": " ".join(settings["sources"])}
+    source |= {key: settings[key] for key in ("subset", "text_key", "max_documents", "files")}
+    source |= {"left_out": settings.get("left_out", {})}
+    source |= {"replaced": dict(sum((Counter(record.replaced) for record in records), Counter()))}
     manifest = Manifest(
         folder=job.output,
         format=settings["format"],
         dtype=smallest_dtype(job.tokenizer.vocab_size),
-        source={"input": " ".join(settings["sources"])}
-        | {key: settings[key] for key in ("subset", "text_key", "max_documents", "files")}
-        | {"left_out": settings.get("left_out", {})}
-        | {"replaced": dict(sum((Counter(record.replaced) for record in records), Counter()))},
+        source=source,
         split_rule=f"validation if blake2b-64(text) / 2^64 < {settings['validation_share']:.6g}, else train",
         tokenizer=job.tokenizer,
         shards=shards,

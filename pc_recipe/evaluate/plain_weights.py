@@ -16,6 +16,7 @@ from pc.errors import UserError
 from pc_recipe.config import Config
 from pc_recipe.config.inheritance import validated
 from pc_recipe.config.pc_section import PC
+from pc_recipe.files import look
 from pc_recipe.files.run_folder import find_newest_checkpoint, step_of
 from pc_recipe.train import fingerprint
 from pc_recipe.train.checkpoint_folder import CheckpointFolder
@@ -79,8 +80,8 @@ def _read_run_config(checkpoint: Path) -> tuple[dict[str, Any], Config]:
     """config.toml, and those of its keys that say what the weights are; others may be of an older version."""
     path = checkpoint.parent.parent / "config.toml"
     try:
-        config = tomllib.loads(path.read_text())
-    except (OSError, ValueError, RecursionError) as error:
+        config = tomllib.loads((look.read(path) or b"").decode())
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: not the configuration of a run ({str(error).splitlines()[0]})") from None
     read: dict[str, Any] = {name: config[name] for name in ("model", "training", "pc") if name in config}
     if isinstance(training := read.get("training"), dict):  # other keys, perhaps of an older version, are not checked

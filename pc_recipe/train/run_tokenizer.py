@@ -71,9 +71,9 @@ def data_of(run: Path) -> Manifest:
     """
     restore = "restore it, or export the checkpoint with scripts/export_hf.py --tokenizer TOKENIZER and use the export"
     try:
-        section = tomllib.loads((run / "config.toml").read_text()).get("data", {})
+        section = tomllib.loads((look.read(run / "config.toml") or b"").decode()).get("data", {})
         folder = Path(next(iter(Data(path=section.get("path", Data().path)).folders)))
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
+    except (ValueError, AttributeError, RecursionError) as error:
         raise UserError(f"{run}/config.toml: does not say which data it trained on ({error})".splitlines()[0]) from None
     if not look.is_there(folder):
         raise UserError(f"{folder}: the run's data folder, which has its tokenizer, is missing; {restore}")

@@ -5,6 +5,8 @@ and nothing is left behind.
 """
 
 import json
+import math
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,10 +18,11 @@ import tomli_w
 from helpers.made_runs import make_run, make_shards
 from pc import PCConfig
 from pc.errors import UserError
-from pc_recipe.data.inspection import verify
+from pc_recipe.data.inspection import describe, verify
 from pc_recipe.data.loader import GlobalOrderLoader
 from pc_recipe.data.manifest import Manifest
 from pc_recipe.data.tokenizers import _mistral_model, load_tokenizer
+from pc_recipe.data.tokenizing import tokenize
 from pc_recipe.evaluate import hugging_face, plain_weights
 from pc_recipe.runs.sweep.spec import load as load_sweep
 
@@ -93,7 +96,7 @@ def complaint(read: Callable[[], Any], about: object) -> str:
 
 
 def damaged_files(folder: Path) -> Iterator[tuple[str, Path]]:
-    """The files of a folder, one by one removed, made a folder, cut, overwritten; then restored."""
+    """The files of a folder, one by one removed, made a folder or a pipe, cut, overwritten; then restored."""
     for file in sorted(path for path in folder.rglob("*") if path.is_file()):
         whole = file.read_bytes()
         name = str(file.relative_to(folder))
@@ -102,6 +105,9 @@ def damaged_files(folder: Path) -> Iterator[tuple[str, Path]]:
         file.mkdir()
         yield f"{name} is a folder", file
         file.rmdir()
+        os.mkfifo(file)
+        yield f"{name} is a pipe", file
+        file.unlink()
         contents = {"empty": b"", "split": whole[:-5], "binary": bytes(range(256)) * 4, "no keys": b"[]"}
         for kind, content in contents.items():
             file.write_bytes(content)
@@ -121,3 +127,49 @@ def test_each_is_read_or_refused_in_a_line(made, tmp_path, kind):
     wrong = [f"{what} -> {answer}" for what, answer in said.items() if answer.startswith("!")]
     assert not wrong, "\n".join(wrong)
     assert any(said.values()) and sorted(tmp_path.rglob("*")) == before
+
+
+ODD = (None, -1, math.nan, "x", [])
+
+
+def odd_contents(content: Any) -> Iterator[tuple[str, Any]]:
+    """A JSON value with each value in it, of lists the first, replaced by each odd one, or removed."""
+    inner = (
+        content.items() if isinstance(content, dict) else enumerate(content[:1]) if isinstance(content, list) else ()
+    )
+    for key, value in list(inner):
+        for odd in ODD:
+            changed = content.copy()
+            changed[key] = odd
+            yield f"{key} = {odd}", changed
+        changed = content.copy()
+        del changed[key]
+        yield f"no {key}", changed
+        for where, odd in odd_contents(value):
+            changed = content.copy()
+            changed[key] = odd
+            yield f"{key}.{where}", changed
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "tokenizing.json", "units/00000.json"])
+def test_odd_values_are_read_or_refused_in_a_line(made, tmp_path, name):
+    """Of a data folder, or of a tokenising that someone else has begun."""
+    (tmp_path / "a.txt").write_text("a" * 100)
+    folder, manifest = tmp_path / "out", tmp_path / "out" / "manifest.json"
+
+    def go_on() -> None:
+        if name != "manifest.json":
+            manifest.unlink(missing_ok=True)
+            tokenize(str(tmp_path / "a.txt"), folder, tokenizer=str(made["tokenizer"]))
+        describe(Manifest.read(folder))
+
+    tokenize(str(tmp_path / "a.txt"), folder, tokenizer=str(made["tokenizer"]))
+    go_on()
+    whole = (folder / name).read_text()
+    wrong = []
+    for where, content in odd_contents(json.loads(whole)):
+        (folder / name).write_text(json.dumps(content))
+        if (answer := complaint(go_on, tmp_path)).startswith("!"):
+            wrong.append(f"{where} -> {answer}")
+        (folder / name).write_text(whole)
+    assert not wrong, "\n".join(wrong)

@@ -107,6 +107,7 @@ def test_command_line_words_take_the_declared_type(write, words, expected):
         ("steps = = 1", "not valid TOML"),
         ("parent = 3", "No such file"),
         ('parent = "gone.toml"', "gone.toml (parent of "),
+        ('parent = "\\u0000"', "No such file"),
     ],
 )
 def test_bad_files_are_named_with_the_key(write, text, said):
@@ -118,6 +119,12 @@ def test_bad_files_are_named_with_the_key(write, text, said):
     assert said in str(raised.value)
     assert str(parent) in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+def test_a_parent_is_a_file(write):
+    """The end of a device would never come."""
+    with pytest.raises(UserError, match="/dev/zero should be a file"):
+        resolve(write("leaf.toml", 'parent = "/dev/zero"'))
 
 
 @pytest.mark.parametrize(
