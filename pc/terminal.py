@@ -4,9 +4,9 @@ import re
 import sys
 from typing import Any, TextIO
 
-_STEERS = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+_STEERS = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]|(?<!^)\r(?!\n)")
 """Control characters, such as ESC, and those that turn the direction of text; halves of pairs, which cannot be encoded.
-Ends of lines, tabs and the return of a progress bar stay."""
+Ends of lines and tabs stay, and a return at the begin, as progress bars write it: a later one would hide what is before."""
 
 
 def plain(text: str) -> str:

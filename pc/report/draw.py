@@ -30,13 +30,14 @@ def histogram_of(axes: Any, spectra: Mapping[str, Tensor]) -> None:
 def svg(title: str, draw: Callable[[Any], None]) -> str:
     """What `draw` draws in the axes that it is given, as SVG, in the colour of the text around it, with a legend."""
     style: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": title, "font.size": 9}
+    style |= {"text.usetex": False, "text.parse_math": False}  # whatever a matplotlibrc of the current folder says
     style |= {f"axes.spines.{side}": False for side in ("top", "right")}
     colours = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
     with matplotlib.rc_context(style | dict.fromkeys(colours, _TEXT)):
         figure = Figure(figsize=(4.0, 2.6), layout="constrained")
         axes = figure.subplots()
         draw(axes)
-        axes.set_title(title, fontsize=9, parse_math=False)
+        axes.set_title(title, fontsize=9)
         axes.legend(frameon=False)
         image = io.StringIO()
         figure.savefig(image, format="svg", transparent=True, metadata={"Date": None})

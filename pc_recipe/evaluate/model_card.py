@@ -61,7 +61,7 @@ def model_card(
     """
     source = "unknown, since the run's data are gone"
     with suppress(UserError):
-        source = data_of(run.path.parent.parent).source.get("input", "")
+        source = data_of(run.path.parent.parent).source["input"]
     header: dict[str, Any] = {
         "library_name": "transformers",
         "pipeline_tag": "text-generation",
@@ -77,7 +77,7 @@ def model_card(
     rows = [
         ("base", f"trained on from {_shown(initial_path)}" if initial_path else "none: pre-trained from scratch"),
         ("size", f"{parameters}, {shape.num_hidden_layers} layers, width {shape.hidden_size}"),
-        ("method", _describe_method(run)),
+        ("method", _shown(_describe_method(run))),
         ("data", _shown(source)),
         ("tokenizer", f"{_shown(tokenizer.name)}, sha256 {tokenizer.sha256}"),
         *_read_logged(run),
@@ -97,7 +97,7 @@ def _shown(text: object) -> str:
 
 
 def _describe_method(run: RunCheckpoint) -> str:
-    optimizer = _shown(run.config.get("optimizer", {}).get("name", "AdamW"))
+    optimizer = str(run.config.get("optimizer", {}).get("name", "AdamW"))
     in_short = describe(run.settings.model, optimizer, run.method)
     if not run.method.enable:
         return in_short

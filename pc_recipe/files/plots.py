@@ -12,6 +12,8 @@ matplotlib.use("Agg")  # works without a display
 
 import matplotlib.pyplot as plt
 
+matplotlib.rcdefaults()  # nothing of a matplotlibrc, which may lie in the current folder: it can ask for LaTeX
+
 STYLE: dict[Any, Any] = {
     "figure.dpi": 150,
     "figure.constrained_layout.use": True,

@@ -39,7 +39,7 @@ def test_the_card_of_a_run(run, tmp_path):
         "# run, step 7",
         "none: pre-trained from scratch",
         "4 layers, width 256",
-        'blocks = ["o", "ffn"]',
+        r'blocks = \["o", "ffn"\]',
         "level = 4",
         "| trained on | 7 k tokens |",
         "| loss | 4.2500 |",
@@ -88,7 +88,9 @@ def test_an_export_does_not_say_where_it_was_made(run, tmp_path):
     assert [file.name for file in out.iterdir() if str(tmp_path.parent.parent).encode() in file.read_bytes()] == []
 
 
-def test_what_others_wrote_has_no_meaning_in_a_card(run, tmp_path, data_folder):
+def test_what_others_wrote_has_no_meaning_in_a_card(tmp_path, data_folder):
+    blocks = ("*feed_forward.w[<img src=x>1]",)
+    run = make_run(tmp_path / "run", data_folder, PCConfig(level=4, blocks=blocks)).checkpoint
     hostile = "\n# Official\n<img src=x onerror=1>\n[free](http://a.b) `x` | y\n```\n---"
     folder = shutil.copytree(data_folder, tmp_path / "data")
     manifest = json.loads((folder / "manifest.json").read_text())

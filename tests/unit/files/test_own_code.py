@@ -81,3 +81,14 @@ def test_the_processes_that_tokenise_are_started_so(folder, tmp_path):
     done = subprocess.run([sys.executable, program, *words], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "out" / "units" / "00001.json").exists()  # with one there are no processes
+
+
+def test_figures_follow_no_settings_that_lie_there(folder):
+    (folder / "matplotlibrc").write_text("text.usetex: True\nfigure.dpi: 7\n")
+    program = (
+        "import matplotlib, pc_recipe.files.plots; print(*map(matplotlib.rcParams.get, ['text.usetex', 'figure.dpi']));"
+        "from pc.report.draw import svg; svg('$\\frac', lambda axes: axes.plot([1], label='$\\frac$'))"
+    )
+    environment = {**os.environ, **own_code()}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, check=True, capture_output=True, text=True)
+    assert done.stdout == "False 100.0\n"

@@ -22,6 +22,7 @@ SHOWN = r"\x1b]0;mine\x07"
         ("\x08\x7f\x00", r"\x08\x7f\x00"),
         ("gpj.\u202eexe", r"gpj.\u202eexe"),
         ("\udcff.txt", r"\udcff.txt"),  # a name that is not UTF-8
+        ("mine\rnot mine", r"mine\rnot mine"),
         ("\r 50%|\u2588 |\tone\n", "\r 50%|\u2588 |\tone\n"),
         ("Grüße, 漢字, \u0645\u06cc\u200c\u062e, 👩\u200d🔬", "Grüße, 漢字, \u0645\u06cc\u200c\u062e, 👩\u200d🔬"),
     ],
