@@ -1,6 +1,7 @@
 """Atomic file writes and checksums."""
 
 import contextlib
+import errno
 import hashlib
 import os
 import secrets
@@ -32,6 +33,22 @@ def write_atomically(path: str | Path, content: str | bytes) -> None:
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink()
+
+
+def sync_folder(folder: Path) -> None:
+    """What was renamed in a folder stays so if the machine now loses power, or its disk fails.
+
+    Raises:
+        OSError: the file system refuses.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a file system that does not sync folders
+            raise
+    finally:
+        os.close(descriptor)
 
 
 def sha256_of(path: str | Path) -> str:

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from pc_recipe.files.atomic import write_atomically
+from pc_recipe.files.atomic import sync_folder, write_atomically
 from pc_recipe.files.inside import no_link
 from pc_recipe.files.run_folder import CHECKSUMS, INDEX
 
@@ -83,6 +83,7 @@ class _HashingFileSystem(FileSystem):
         lines = [f"{digest}  {name}\n" for name, digest in sorted(self.sums.items())]
         write_atomically(Path(new_path).with_name(CHECKSUMS), "".join(lines))
         super().rename(path, new_path)
+        sync_folder(Path(new_path).parent)
 
 
 class _HashedFile(io.FileIO):
