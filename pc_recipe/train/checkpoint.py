@@ -133,10 +133,13 @@ class Checkpoints(CheckpointManager):
             try:
                 complete = run_folder.list_complete(self.folder)
                 for step in select_expired(list(complete), self.keep_latest_k, self._keep_every):
-                    run_folder.purge(complete[step])
+                    try:
+                        run_folder.purge(complete[step])
+                    except OSError as error:  # as in a layer of a container's image; the others go
+                        logger.warning(f"{complete[step]} stays for now: {error.strerror}")
                 for path in run_folder.list_purged(self.folder):
                     self.purge_queue.put(str(path))
-            except (OSError, ReadFailed) as error:
+            except ReadFailed as error:
                 logger.warning(f"Old checkpoints stay for now: {error}")
 
     def _async_wait(self) -> None:

@@ -236,6 +236,11 @@ def _without_hidden_files(folder):
         file.unlink()
 
 
+def _all_cut(folder):
+    for file in folder.glob("checkpoint/*/__0_0.distcp"):
+        file.write_bytes(file.read_bytes()[:-1])
+
+
 def _without_a_disk(folder):
     run_ranks(1, _newest, folder)  # which tells later starts that there was one
     shutil.rmtree(folder / "checkpoint")
@@ -257,6 +262,7 @@ def _with_parts_of_several(folder):
 
 
 LOST = {
+    _all_cut: r"Damaged: .*step-20/__0_0.distcp: damaged, .*; no other checkpoint in .* is complete and undamaged",
     _without_hidden_files: r"Damaged: .*step-20/.metadata: missing, as after a copy without hidden files",
     _without_a_disk: r"UserError: .* has had a checkpoint, and .*/checkpoint has no complete one \(0 incomplete\)\. Bring",
     _with_a_link_to_nothing: r"DiskFailed: .*/checkpoint: cannot be used .*File exists",
@@ -371,20 +377,6 @@ def test_a_disk_that_fills_at_any_byte_is_one_line(tmp_path):
     assert set(said.values()) - {"saved"} == {expected} and said[69_790] == "saved", said
 
 
-def _save_without_its_last_file(rank, folder):
-    with patch.object(os, "fsync", side_effect=[None, None, OSError(errno.ENOSPC, "No space left on device")]):
-        try:
-            with plain_errors("step-1"):
-                dcp.save({"w": torch.ones(3)}, storage_writer=ChecksummedWriter(folder))
-        except UserError as error:
-            return f"{error.kind}: {error}"
-
-
-def test_a_disk_that_fills_at_the_last_file_is_one_line(tmp_path):
-    (said,) = run_ranks(1, _save_without_its_last_file, tmp_path / "step-1")
-    assert said == f"failed: could not write {tmp_path}/step-1/XXH128SUMS: No space left on device"
-
-
 def _purge_without_its_thread(rank, folder):
     """It was killed before it began; returns what it would have deleted."""
     manager, paths = _manager(folder), []
@@ -399,3 +391,22 @@ def test_a_purge_that_is_killed_leaves_nothing_that_looks_whole(copied):
         assert run_ranks(1, _purge_without_its_thread, copied) == [[str(copied / "checkpoint" / "step-10.purged")]]
         assert _names(copied / "checkpoint") == ["step-10.purged", "step-20"]
         assert run_ranks(1, _newest, copied) == ["step-20"]
+
+
+def _purge_where_step_10_is_not_renamed(rank, folder):
+    rename = Path.rename
+
+    def refuse(path, to):
+        if path.name == "step-10":
+            raise OSError(errno.EXDEV, "made by the test", path)
+        return rename(path, to)
+
+    with patch.object(Path, "rename", refuse):
+        return _purge_without_its_thread(rank, folder)
+
+
+def test_one_that_cannot_be_purged_keeps_no_other(copied):
+    shutil.copytree(copied / "checkpoint" / "step-10", copied / "checkpoint" / "step-15")
+    expected = str(copied / "checkpoint" / "step-15.purged")
+    assert run_ranks(1, _purge_where_step_10_is_not_renamed, copied) == [[expected]]
+    assert _names(copied / "checkpoint") == ["step-10", "step-15.purged", "step-20"]
