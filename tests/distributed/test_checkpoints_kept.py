@@ -25,15 +25,12 @@ def test_the_earlier_of_minutes_and_steps(tmp_path, tiny_shards):
 
 
 def test_the_newest_and_the_milestones_stay(tmp_path, tiny_shards):
-    """And what a user has renamed."""
+    """And whatever is not named step-N: it is no checkpoint, and nothing of it is deleted."""
     config, folder = write_config(tmp_path / "run.toml", tiny_shards, tmp_path / "run"), tmp_path / "run" / "checkpoint"
+    others = ["step-2.kept", "best-step-1", "step-40.bad", "step-007", "notes"]
+    for name in others:
+        (folder / name).mkdir(parents=True)
     words = "--checkpoint.interval=2 --checkpoint.keep_every=3 --checkpoint.keep_latest_k=2 --validation.enable=false"
-    run_ranks(1, train, config, [*words.split(), "--training.steps=4"])
-    (folder / "step-2").rename(folder / "step-2.kept")
     run_ranks(1, train, config, [*words.split(), "--training.steps=11"])
-    assert sorted(path.name for path in folder.iterdir()) == [
-        "step-10",
-        "step-11",
-        "step-2.kept",
-        *map("step-{}".format, (3, 6, 9)),
-    ]
+    # the last save deletes none
+    assert {path.name for path in folder.iterdir()} == {*map("step-{}".format, (3, 6, 9, 10, 11)), *others}
