@@ -1,6 +1,8 @@
 """Kills and long runs: nothing is lost, nothing grows."""
 
+import contextlib
 import gc
+import itertools
 import os
 import random
 import signal
@@ -8,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 
@@ -17,6 +20,7 @@ import pytest
 from helpers import tiny
 from helpers.ranks import run_ranks
 from pc.errors import UserError
+from pc_recipe.files import json_lines
 from pc_recipe.files.lock import is_locked, lock
 from pc_recipe.files.run_folder import read_state
 from pc_recipe.files.run_log import METRICS_FILE
@@ -24,44 +28,106 @@ from pc_recipe.files.run_log import METRICS_FILE
 pytestmark = pytest.mark.soak
 
 
-KILLS = 8
+KILLS = int(os.environ.get("KILLS", 12))
+"""Of each of three tests. 90 take ten minutes on two busy cores."""
+EACH_STEP = ["--checkpoint.interval=1", "--checkpoint.keep_latest_k=2", "--validation.enable=false"]
 
 
-def _nothing(rank):
-    pass
+def _train_until_killed(rank, config, overrides, method="save", number=0, delay=0.0):
+    """This process kills itself so many seconds after the beginning of call `number` of a method that saves or purges."""
+    trainer, calls = tiny.make_trainer(config, overrides), itertools.count(1)
+    real = getattr(trainer.checkpointer, method)
 
+    def call(*arguments, **options):
+        if next(calls) == number:
+            threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        return real(*arguments, **options)
 
-def _train_until_killed(rank, config, overrides, delay):
-    if rank == 1:
-        killer = threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL))
-        killer.daemon = True
-        killer.start()
-    return tiny.train(rank, config, overrides)
+    setattr(trainer.checkpointer, method, call)
+    trainer.train()
+    trainer.close()
 
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])
-def test_kills_at_random_moments(tiny_config, tmp_path, mode):
-    """One of two ranks is killed again and again, with a save after every step and a validation after every second."""
+def test_kills_during_saves_and_purges(tiny_config, tmp_path, mode):
+    """By forks of one process that has imported the recipe."""
     config, _ = tiny_config
-    words = ["--training.steps=16", "--checkpoint.interval=1", "--validation.freq=2", f"--checkpoint.async_mode={mode}"]
-    run_ranks(2, _nothing)  # the server that ranks are forked from takes longer to start than the run does
-    begin = time.monotonic()
-    run_ranks(2, tiny.train, config, [*words, f"--job.dump_folder={tmp_path}/straight"])
-    longest = time.monotonic() - begin
-    expected = [tiny.metrics(tmp_path / "straight", key) for key in ("loss", "validation_loss")]
-    draw, kills, finished = random.Random(0), 0, 0
-    while kills < KILLS or not finished:
-        folder = tmp_path / f"killed-{finished}"
-        delay = draw.uniform(0, longest) if kills < KILLS else 1e6
-        try:
-            run_ranks(2, _train_until_killed, config, [*words, f"--job.dump_folder={folder}"], delay)
-        except AssertionError as error:  # the other rank's
-            assert "UserError" not in str(error), error
-            kills += 1
-            continue
-        assert [tiny.metrics(folder, key) for key in ("loss", "validation_loss")] == expected
-        finished += 1
-    print(f"{kills} kills, {finished} runs, each equal to the undisturbed one")
+    words = [*EACH_STEP, "--model.n_layers=1", "--training.global_batch_size=2", "--training.steps=16"]
+    words.append(f"--checkpoint.async_mode={mode}")
+    run_ranks(1, _train_until_killed, config, [*words, f"--job.dump_folder={tmp_path}/straight"])
+    times = tiny.metrics(tmp_path / "straight", "time")
+    seconds = {"save": 2 * (times[-1] - times[0]) / 15, "_purge_stale_checkpoints": 0.01}
+    draw, left, runs, finishes = random.Random(0), Counter(), 0, False
+    while left.total() < KILLS or not finishes:
+        folder, when = tmp_path / f"killed-{runs}", ()
+        if left.total() < KILLS:
+            method = draw.choice([*seconds])
+            when = (method, draw.randint(1, 4), draw.uniform(0, seconds[method]))
+        finishes = True
+        with _continues_from_the_newest(folder):
+            try:
+                run_ranks(1, _train_until_killed, config, [*words, f"--job.dump_folder={folder}"], *when)
+            except AssertionError as error:
+                assert "status [-9]" in str(error), error
+                left[_what_is_left(folder)] += 1
+                finishes = False
+        _require_equal(folder, tmp_path / "straight")
+        assert not finishes or len(tiny.metrics(folder)) == 16
+        runs += finishes
+    print(f"kills by what they left: {dict(left)}; {runs} runs, each with the losses of the undisturbed one")
+
+
+@contextlib.contextmanager
+def _continues_from_the_newest(folder):
+    """A start within is from the newest checkpoint that is complete before."""
+    complete = [int(path.parent.name.removeprefix("step-")) for path in folder.glob("checkpoint/step-*[0-9]/.metadata")]
+    log = folder / METRICS_FILE
+    starts = log.read_text().count("resumed_from") if log.exists() else 0
+    yield
+    resumed = [line["resumed_from"] for line in json_lines.read(log) if "resumed_from" in line][starts:]
+    assert resumed == [max(complete, default=0)] * len(resumed) and len(resumed) <= 1, (resumed, complete)
+
+
+def _what_is_left(folder) -> str:
+    names = [path.name for path in folder.glob("checkpoint/*")]
+    parts = [name for name in names if name[-1].isdigit() and not (folder / "checkpoint" / name / ".metadata").exists()]
+    purged = [name for name in names if name.endswith(".purged")]
+    return " and ".join([*["part of a save"] * bool(parts), *["part of a purge"] * bool(purged)]) or "neither"
+
+
+def _require_equal(folder, straight):
+    """Every line of every attempt, to the last digit."""
+    expected = tiny.metrics(straight)
+    for line in json_lines.read(folder / METRICS_FILE):
+        assert "loss" not in line or line["loss"] == expected[line["step"] - 1], line
+
+
+def test_kills_of_the_whole_command(tiny_config, tmp_path, launch):
+    """On two ranks: of one of them, which ends the others, or of all processes, as a machine is lost."""
+    config, folder, steps = _for_other_processes(tiny_config), tmp_path / "run", 3 * KILLS
+    words = [*EACH_STEP, "--model.n_layers=1", "--training.global_batch_size=4", f"--training.steps={steps}"]
+    assert launch(2, config, *words, f"--job.dump_folder={tmp_path}/straight").wait() == 0
+    times = tiny.metrics(tmp_path / "straight", "time")
+    draw, left = random.Random(0), Counter()
+    while left.total() < KILLS:
+        with _continues_from_the_newest(folder):
+            mode = draw.choice(["disabled", "async"])
+            launcher = launch(2, config, *words, f"--job.dump_folder={folder}", f"--checkpoint.async_mode={mode}")
+            ranks = _ranks_at(launcher, folder, step=len(tiny.metrics(folder)) + 1 if left else 1)
+            everything = [launcher.pid, *_children(launcher.pid), *ranks]
+            time.sleep(draw.uniform(0, (times[-1] - times[0]) / steps))
+            for process in draw.choice([[draw.choice(ranks)], everything]):
+                os.kill(process, signal.SIGKILL)
+            launcher.wait()
+            while is_locked(folder):
+                time.sleep(0.1)
+        left[_what_is_left(folder)] += 1
+        _require_equal(folder, tmp_path / "straight")
+    with _continues_from_the_newest(folder):
+        assert launch(2, config, *words, f"--job.dump_folder={folder}").wait() == 0
+    _require_equal(folder, tmp_path / "straight")
+    assert len(tiny.metrics(folder)) == steps
+    print(f"kills by what they left: {dict(left)}")
 
 
 def test_a_long_run_does_not_grow(tiny_config, tmp_path):
