@@ -5,6 +5,11 @@ from typing import Any
 import torch
 
 
+def ends_texts(tokenizer: Any) -> bool:
+    """Whether a tokenizer puts an end of text behind each text, as T5's does. What is to be continued has none."""
+    return tokenizer.encode("a")[-1:] == [tokenizer.eos_token_id]
+
+
 def continue_text(
     model: Any, tokenizer: Any, prompt: str, tokens: int, temperature: float = 0.8, top_p: float = 0.95, seed: int = 0
 ) -> str:
@@ -18,8 +23,9 @@ def continue_text(
     sampling: dict[str, Any] = {"do_sample": False}
     if temperature:
         sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p}
-    inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
-    inputs.pop("token_type_ids", None)
+    given = tokenizer(prompt, return_tensors="pt").to(model.device)
+    end = -1 if ends_texts(tokenizer) else None
+    inputs = {key: ids[:, :end] for key, ids in given.items() if key != "token_type_ids"}
     torch.manual_seed(seed)
     (ids,) = model.generate(**inputs, max_new_tokens=tokens, max_length=None, **sampling)
     return tokenizer.decode(ids, skip_special_tokens=True)

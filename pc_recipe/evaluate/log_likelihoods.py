@@ -4,6 +4,8 @@ from lm_eval.models.huggingface import HFLM
 from torchtitan.tools.logging import logger
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from pc_recipe.evaluate.generate import ends_texts
+
 Request = tuple[tuple[str, str], list[int], list[int]]  # texts, context ids, answer ids
 
 
@@ -17,7 +19,7 @@ class LogLikelihoods(HFLM):
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch_size: int) -> None:
-        self._ends_texts = tokenizer.encode("a")[-1:] == [tokenizer.eos_token_id]
+        self._ends_texts = ends_texts(tokenizer)
         super().__init__(pretrained=model, tokenizer=tokenizer, batch_size=batch_size, softmax_dtype="float32")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, *given, **named) -> list[int]:

@@ -23,6 +23,7 @@ from pc_recipe.files.inside import require_plain
 from pc_recipe.files.run_folder import CHECKSUMS, INDEX, parse_model
 from pc_recipe.train.environment import read_commit
 
+_OF_A_MODEL = (".safetensors", ".json", ".distcp", ".model", ".txt")  # endings: weights, settings, tokenizers
 _VERSIONED = ("lm_eval", "transformers", "tokenizers", "datasets", "torch")
 
 
@@ -97,9 +98,7 @@ def _sha256_of_model(path: Path) -> str:
     names = look.names(path)
     if CHECKSUMS in names:
         names = [CHECKSUMS]
-    parts = [
-        name for name in names if name in (CHECKSUMS, INDEX) or name.endswith((".safetensors", ".json", ".distcp"))
-    ]
+    parts = [name for name in names if name in (CHECKSUMS, INDEX) or name.endswith(_OF_A_MODEL)]
     return hashlib.sha256("".join(f"{name} {sha256_of(path / name)}\n" for name in parts).encode()).hexdigest()
 
 

@@ -9,6 +9,7 @@ from tokenizers import processors
 from transformers import AutoTokenizer
 
 from pc_recipe.evaluate import hugging_face, tasks
+from pc_recipe.evaluate.generate import continue_text
 from pc_recipe.evaluate.log_likelihoods import LogLikelihoods
 
 # Batches of other sizes sum in another order; a log-likelihood sums the errors of its tokens, which have both signs.
@@ -70,3 +71,5 @@ def test_a_tokenizer_that_ends_each_text_does_not_end_a_context(ours, theirs, pc
         lm.loglikelihood(request)[0] for lm in (LogLikelihoods(ours.model, tokenizer, batch_size=5), theirs)
     )
     assert abs(found - expected) < RELATIVE * abs(expected)
+    written = [continue_text(ours.model, one, "The river", 8, temperature=0) for one in (tokenizer, theirs.tokenizer)]
+    assert written[0] == written[1]

@@ -60,6 +60,17 @@ def test_another_model_or_set_under_the_same_name_is_scored_anew(pc_export, plai
     assert read(tmp_path / "x.json")["tasks"]["piqa"]["items"] == 2
 
 
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer.model", "merges.txt"])
+def test_a_folder_whose_tokenizer_was_changed_is_scored_anew(name, tmp_path):
+    known = set()
+    for content in ("one", "two"):
+        (tmp_path / name).write_text(content)
+        for said in ("scored", "praised"):  # in what has no effect
+            (tmp_path / "README.md").write_text(said)
+            known.add(score._sha256_of_model(tmp_path))
+    assert len(known) == 2
+
+
 def test_a_checkpoint_is_known_by_its_checksums(plain_run, evaluation_data, tmp_path, monkeypatch):
     """Its files, optimizer included, may be 14 GiB, and loading verifies them anyway."""
     hashed = []
