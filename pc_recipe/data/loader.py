@@ -95,10 +95,6 @@ class Sequences:
         folder, place = self.mixture.locate(position) if self.mixture else (0, position)
         return self.folders[folder].tokens(place)
 
-    def used(self, position: int) -> list[int]:
-        """Sequences of each folder before a position."""
-        return self.mixture.used(position).tolist() if self.mixture else [position]
-
     def batch(self, positions: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Inputs and labels, int64 [B, seq_len] each; beyond `limit`, labels are `IGNORED_LABEL`."""
         shape = len(positions), self.seq_len
@@ -129,7 +125,7 @@ class GlobalOrderLoader(Stateful):
         vocab_size: the model's.
         seed: of the training order.
         pin_memory: copies to an accelerator can then run while the host goes on.
-        limit_sequences: sequences of a validation pass over all ranks.
+        limit_sequences: sequences of a validation pass over all ranks, at most; the checks of a start say if there are fewer.
         skip: training positions to skip (`Skip`), counted without skipping, so it may change on resume.
     """
 
@@ -155,12 +151,6 @@ class GlobalOrderLoader(Stateful):
             self._require_usable(manifest, manifests[0], split, vocab_size)
         seed = seed if split == "train" else VALIDATION_SEED
         self.sequences = Sequences(manifests, list(weights.values()), split, seq_len, seed, limit_sequences)
-        limit = self.sequences.limit
-        if limit is not None and limit_sequences and limit < limit_sequences and dp_rank == 0:
-            logger.warning(
-                f"The {split} split of {path} has {limit} sequences of {seq_len} tokens; "
-                f"all are used instead of the {limit_sequences} requested."
-            )
         self.position = 0
         """Sequences that all ranks together have used so far."""
         self._source: Iterator[Batch | UserError] = iter(())
@@ -191,12 +181,6 @@ class GlobalOrderLoader(Stateful):
                 tokens, files = manifest.tokens(split), len(manifest.shards[split])
                 logger.info(f"Data: {manifest.folder}, {tokens:,} tokens in {files:,} files of the right sizes")
 
-    def shares(self) -> dict[str, float]:
-        """{folder: its share of the sequences so far}"""
-        used = self.sequences.used(self.position)
-        names = [str(folder.stream.manifest.folder) for folder in self.sequences.folders]
-        return {name: count / max(1, sum(used)) for name, count in zip(names, used, strict=True)}
-
     def state_dict(self) -> dict[str, Any]:
         return {"position": self.position, "identity": json.dumps(self._settings, sort_keys=True)}
 
@@ -223,7 +207,7 @@ class GlobalOrderLoader(Stateful):
             batch = self._ahead.popleft()
             if isinstance(batch, UserError):
                 raise batch
-            self._advance(stride)
+            self.position = self._skip.advance(self.position, stride)
             yield batch
 
     def look_ahead(self, count: int) -> UserError | None:
@@ -251,16 +235,3 @@ class GlobalOrderLoader(Stateful):
             first = self._skip.advance(position, self.dp_rank * self.local_batch_size)
             yield [self._skip.advance(first, row + 1) - 1 for row in range(self.local_batch_size)]
             position = self._skip.advance(position, stride)
-
-    def _advance(self, stride: int) -> None:
-        before = self.sequences.used(self.position)
-        self.position = self._skip.advance(self.position, stride)
-        if self.sequences.limit is not None or self.dp_rank > 0:
-            return
-        for folder, old, new in zip(self.sequences.folders, before, self.sequences.used(self.position), strict=True):
-            epoch = old // folder.length
-            if new // folder.length > epoch:
-                logger.warning(
-                    f"Epoch {epoch + 1} of {folder.stream.manifest.folder} is over after {folder.length:,} sequences; "
-                    "the next epoch uses the same documents in another order."
-                )

@@ -28,11 +28,6 @@ class Mixture:
             if count == 0:
                 raise UserError(f"data.path: the weight of {folder} is less than 1/{CYCLE} of the sum; leave it out")
 
-    def used(self, position: int) -> np.ndarray:
-        """Positions of each folder before `position` [folders]."""
-        cycle, place = divmod(position, CYCLE)
-        return cycle * self.counts + _count_used_in_cycle(self._ends, self._seed, cycle)[place]
-
     def locate(self, position: int) -> tuple[int, int]:
         """(number of the folder, position in its own order)"""
         cycle, place = divmod(position, CYCLE)

@@ -50,7 +50,7 @@ class FixedValidator:
 
     @torch.no_grad()
     def validate(self, trainer: Any) -> None:
-        """Log the loss; of several folders the mean by weight, and each one's loss and share. All ranks call it.
+        """Log the loss; of several folders the mean by weight, and each one's loss. All ranks call it.
 
         Args:
             trainer: the `pc_recipe.train.trainer.Trainer`.
@@ -65,18 +65,13 @@ class FixedValidator:
                 torch.distributed.all_reduce(totals, group=mesh.get_group())
         losses = (totals[:, 0] / totals[:, 1]).cpu()
         loss = (losses @ self._weights / self._weights.sum()).item()
-        more = {"validation_seconds": time.perf_counter() - begin} | self._by_folder(trainer, losses.tolist())
+        more = {"validation_seconds": time.perf_counter() - begin}
+        if len(losses) > 1:
+            more |= {f"validation_loss/{name}": one for name, one in zip(self._names, losses.tolist(), strict=True)}
         trainer.metrics_processor.log_validation(loss, trainer.step, more)
         for model in trainer.model_parts:
             model.train()
         reshard(trainer.model_parts)
-
-    def _by_folder(self, trainer: Any, losses: list[float]) -> dict[str, float]:
-        """What is logged of each folder, where there are several."""
-        shares = trainer.dataloader.shares()
-        by_name = {f"validation_loss/{name}": loss for name, loss in zip(self._names, losses, strict=True)}
-        by_name |= dict(zip((f"share/{name}" for name in unique_names(list(map(Path, shares)))), shares.values()))
-        return by_name if len(shares) > 1 else {}
 
 
 def _sum_over_batches(trainer: Any, dataloader: GlobalOrderLoader) -> Tensor:

@@ -34,8 +34,6 @@ def test_a_mixture_resumed_on_other_ranks(tiny_config, tiny_shards, tmp_path):
         tiny.metrics(tmp_path / "straight", f"validation_loss{name}") for name in ("", "/shards", "/books")
     )
     assert whole == pytest.approx([0.75 * a + 0.25 * b for a, b in zip(web, of_books, strict=True)], rel=1e-12)
-    shares = tiny.metrics(tmp_path / "straight", "share/books")
-    assert len(shares) == 3 and abs(shares[-1] - 0.25) < 0.38  # 12 sequences: three standard deviations
     with pytest.raises(AssertionError, match=r"was made with data.path \(its content\) = 0.[27]5 of"):
         other = mixture.replace("0.75", "0.6")
         run_ranks(1, tiny.train, config, [other, *resumed[1:], "--training.steps=9", "--lr_scheduler.total_steps=9"])

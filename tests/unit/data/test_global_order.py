@@ -147,10 +147,3 @@ def test_each_validation_begins_anew_and_ignores_the_seed(build):
     next(iter(loader))  # an interrupted pass
     assert [rows(batch) for batch in loader] == first
     assert [rows(batch) for batch in build("validation", limit_sequences=8, seed=99)] == first
-
-
-def test_fewer_validation_sequences_than_wanted_are_said(build, caplog):
-    length = build("validation", limit_sequences=8).sequences.length
-    assert not caplog.records
-    build("validation", limit_sequences=length + 1)
-    assert f"has {length} sequences of {SEQ_LEN} tokens; all are used instead of the {length + 1}" in caplog.text

@@ -173,6 +173,14 @@ def test_more_epochs_than_asked_for_are_refused(tiny_config, tiny_shards, steps,
     assert len(result.errors) == (found == "errors")
 
 
+@pytest.mark.parametrize("more", [0, 1])
+def test_fewer_validation_sequences_than_asked_for_are_said(tiny_config, tiny_shards, more):
+    length = (Manifest.read(tiny_shards).tokens("validation") - 1) // 16
+    warnings = check(load_config(tiny_config[0], [f"--data.validation_sequences={length + more}"]), 1).warnings
+    said = f"{tiny_shards} has {length} validation sequences, data.validation_sequences is {length + 1}"
+    assert (said in warnings) == bool(more)
+
+
 @pytest.mark.parametrize("node, lines", [("0", 1), ("1", 0)])
 def test_the_first_node_alone_says_what_a_stopped_run_came_to(command, tiny_config, monkeypatch, node, lines):
     """It writes the state, perhaps after the others have ended."""
