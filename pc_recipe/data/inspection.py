@@ -12,7 +12,6 @@ from pc_recipe.data.token_files import read_tokens, require_files
 from pc_recipe.files.progress import byte_bar
 
 SHOWN_CHARACTERS = 300  # of each document
-SHOWN_FILES = 10  # that are not UTF-8
 LOOKED_AT = 100_000  # documents, in a second
 
 
@@ -37,11 +36,9 @@ def describe(manifest: Manifest) -> str:
     # of folders of format 1 it is not known
     left_out = [f"{number:,} {reason}" for reason, number in source.get("left_out", {}).items()]
     lines.append(f"left out     {'; '.join(left_out) or 'no file'}")
-    replaced = source.get("replaced", {})
-    for file, number in list(replaced.items())[:SHOWN_FILES]:
-        lines.append(f"not UTF-8    {number:,} bytes became U+FFFD in {file}")
-    if len(replaced) > SHOWN_FILES:
-        lines.append(f"not UTF-8    {len(replaced) - SHOWN_FILES:,} more files, named in manifest.json")
+    if replaced := source.get("replaced"):
+        count = sum(replaced.values())
+        lines.append(f"not UTF-8    {count:,} bytes became U+FFFD, in {len(replaced):,} files that manifest.json names")
     return "\n".join(lines)
 
 

@@ -1,6 +1,5 @@
 """Finds files with text, on this machine or on the Hub, divides them into units of work, and reads them."""
 
-import glob
 import os
 import re
 from collections import Counter
@@ -62,7 +61,7 @@ def find_files(
     output: Path | None = None,
     left_out: Counter[str] | None = None,
 ) -> list[str]:
-    """The files of `sources`, one or several, each a file, a folder, a glob pattern or a Hub dataset `owner/name`.
+    """The files of `sources`, one or several, each a file, a folder or a Hub dataset `owner/name`.
 
     output: files in it are left out, if it is in a folder of `sources`. left_out: gets the number of other files that
     are, by reason.
@@ -97,8 +96,8 @@ def has_text(file: str) -> bool:
     return ending_of(file) in ENDINGS
 
 
-def find_local_files(source: str, output: Path | None = None, left_out: Counter[str] | None = None) -> list[str] | None:
-    """The files of `source` on this machine, sorted; None if it is neither a file, a folder nor a glob pattern.
+def find_local_files(source: str, output: Path | None, left_out: Counter[str]) -> list[str] | None:
+    """The files of `source` on this machine, sorted; None if it is neither a file nor a folder.
 
     Of a folder, also behind links, without those of `output`, and as `_walk` leaves out.
 
@@ -106,21 +105,14 @@ def find_local_files(source: str, output: Path | None = None, left_out: Counter[
         UserError: a link in the folder leads out of it.
     """
     path = Path(os.path.expanduser(source))
-    left_out = Counter() if left_out is None else left_out
-    if look.is_folder(path):
-        without = output and Path(os.path.abspath(output))
-        found = (inside(path, str(file.relative_to(path))) for file in _walk(path, left_out))
-        files = [file for file in found if without not in Path(os.path.abspath(file)).parents]
-        present = [file for file in files if look.is_file(file)]
-        left_out["links to nothing"] += len(files) - len(present)
-        return sorted(map(str, _leave_out_other_splits(present, path, left_out)))
-    if look.is_file(path):
-        return [str(path)]
-    if any(sign in source for sign in "*?["):
-        matches = glob.glob(str(path), recursive=True)
-        left_out["folders that match a pattern"] += sum(map(look.is_folder, matches))
-        return sorted(filter(look.is_file, matches))
-    return None
+    if not look.is_folder(path):
+        return [str(path)] if look.is_file(path) else None
+    without = output and Path(os.path.abspath(output))
+    found = (inside(path, str(file.relative_to(path))) for file in _walk(path, left_out))
+    files = [file for file in found if without not in Path(os.path.abspath(file)).parents]
+    present = [file for file in files if look.is_file(file)]
+    left_out["links to nothing"] += len(files) - len(present)
+    return sorted(map(str, _leave_out_other_splits(present, path, left_out)))
 
 
 def _walk(folder: Path, left_out: Counter[str]) -> Iterator[Path]:

@@ -186,7 +186,7 @@ def _require_same_files(sources: list[str], settings: dict, units: list[Unit], o
 
     A job of someone else names no file that is not of `sources`.
     """
-    found = [find_local_files(source, output) for source in sources]
+    found = [find_local_files(source, output, Counter()) for source in sources]
     paths = [path for path in dict.fromkeys(path for files in found for path in files or ()) if has_text(path)]
     of_hub = tuple(f"{HUB}datasets/{source}@" for source in sources)
     for file in {file for unit in units for file in unit.groups}.difference(paths):
