@@ -12,14 +12,17 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 from helpers import tiny
+from helpers.format_1 import make_format_1
 from helpers.ranks import run_ranks
 from pc.errors import UserError
 from pc_recipe.config import load_config
 from pc_recipe.data.tokenizing import tokenize
 from pc_recipe.files.run_log import read_log
 from pc_recipe.train.checkpoint_folder import CheckpointFolder
+from pc_recipe.train.checkpoint_writer import ChecksummedWriter
 from pc_recipe.train.fingerprint import read_tokenizer
 
 BASELINE = ["--pc.enable", "false"]
@@ -95,6 +98,35 @@ def test_resume_is_exact(tiny_config, ranks, overrides):
     assert tiny.metrics(folder) == expected[0][3:]
     assert tiny.metrics(folder, "validation_loss") == expected[1][-1:]
     assert (folder / "checkpoint" / "step-6.damaged").is_dir()
+
+
+def _as_an_older_version_wrote_it(checkpoint, data):
+    """Its data by format 1's checksum, no tokenizer."""
+    folder = CheckpointFolder(checkpoint)
+    tensors = folder.read_tensors([key for key, shape in folder.shapes().items() if shape is not None])
+    values = {key: folder.read_value(key) for key, shape in folder.shapes().items() if shape is None}
+    shutil.rmtree(checkpoint)
+    method, identity = (json.loads(values[key]) for key in ("method.fingerprint", "dataloader.identity"))
+    del method["tokenizer"]
+    identity["data.path (its content)"] = json.loads((data / "manifest.json").read_text())["configuration_sha256"]
+    values |= {"method.fingerprint": json.dumps(method), "dataloader.identity": json.dumps(identity)}
+    dcp.save(tensors | values, storage_writer=ChecksummedWriter(checkpoint), no_dist=True)
+
+
+def test_a_run_that_an_older_version_began_goes_on_exactly(trained, copied, tiny_shards, tmp_path):
+    config, folder = copied
+    given = {file.name: file.read_bytes() for file in (tiny_shards.parent / "tokenizer").iterdir()}
+    data = make_format_1(shutil.copytree(tiny_shards, tmp_path / "data"), given, "huggingface")
+    config.write_text(config.read_text().replace(str(tiny_shards), str(data)))
+    shutil.rmtree(folder / "checkpoint" / "step-6")
+    _as_an_older_version_wrote_it(folder / "checkpoint" / "step-3", data)
+    assert read_tokenizer(CheckpointFolder(folder / "checkpoint" / "step-3")) is None
+    assert _equal(_run(2, config), trained[2])
+    assert tiny.metrics(folder) == tiny.metrics(trained[1])
+    # control: with other data it does not go on
+    shutil.rmtree(folder / "checkpoint" / "step-6")
+    with pytest.raises(AssertionError, match=r"made with data.path \(its content\) = .*, this run has "):
+        _run(2, config, ["--data.path", str(tiny_shards)])
 
 
 def test_a_resumed_run_names_its_own_tokenizer(tiny_config, tiny_shards, tmp_path):

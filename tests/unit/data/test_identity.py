@@ -99,6 +99,9 @@ def test_a_folder_of_format_1_is_known_as_before_and_gets_its_checksum_at_the_fi
     loader = GlobalOrderLoader(folder, **SETTINGS)
     loader.load_state_dict({"position": 3, "identity": json.dumps(state | {"data.seed": 0})})
     assert loader.position == 3
+    of_other_data = state | {"data.path (its content)": "0" * 64, "data.seed": 0}
+    with pytest.raises(UserError, match=r"^the checkpoint was made with data.path \(its content\) = 0{64}, [^\n]*$"):
+        loader.load_state_dict({"position": 3, "identity": json.dumps(of_other_data)})
     manifest.pin()
     assert Manifest.read(folder) == manifest
     assert json.loads((folder / "manifest.json").read_text()) == before | {"content_sha256": manifest.content_sha256}

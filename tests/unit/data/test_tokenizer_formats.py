@@ -6,6 +6,7 @@ Each is compared with the library that its file is made for, which the project d
 import io
 import json
 import shutil
+import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,6 +25,7 @@ from pc_recipe.data.inspection import read_documents
 from pc_recipe.data.manifest import Manifest, require_same_tokenizer
 from pc_recipe.data.tokenizers import _mistral_model, load_tokenizer
 from pc_recipe.data.tokenizing import tokenize
+from pc_recipe.files.wheel import download_wheel
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
 REAL = [text for file in sorted(DOCS.glob("*.md"))[:6] for text in file.read_text().split("\n\n")]
@@ -179,6 +181,44 @@ def test_tiktokens_encodings_come_through(encoding, tmp_path):
     theirs, special = AutoTokenizer.from_pretrained(tmp_path / "export"), encoding.made._special_tokens
     ids = {theirs.convert_tokens_to_ids(name): name for name in special}
     assert ids.keys() - {None} == set(special.values()) and theirs.eos_token == "<|endoftext|>"
+
+
+CACHED = {  # as tiktoken names the files in its cache, by the checksum of their address
+    "r50k_base": "0ea1e91bbb3a60f729a8dc8f777fd2fc07cd8df4", "p50k_base": "ec7223a39ce59f226a68acc30dc1af2788490e15",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory) -> Path:
+    """The vocabularies of tiktoken's encodings, which a package ships, and a tokenizer.json."""
+    folder = tmp_path_factory.mktemp("published")
+    sha256 = "e8284f5cc74ae1aed77516cdfbb2db3746d50c4ba055fb21358e6e25aea25a15"
+    with zipfile.ZipFile(download_wheel("litellm==1.60.0", sha256, folder)) as archive:
+        for name in archive.namelist():
+            if name.startswith("litellm/litellm_core_utils/tokenizers/"):
+                (folder / Path(name).name).write_bytes(archive.read(name))
+    # p50k_base is r50k_base and runs of spaces; tiktoken compares the checksum
+    lines = (folder / CACHED["p50k_base"]).read_bytes().splitlines(keepends=True)
+    (folder / CACHED["r50k_base"]).write_bytes(b"".join(lines[:50_256]))
+    return folder
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", [name for name in public.ENCODING_CONSTRUCTORS if name != "gpt2"])
+def test_tiktokens_encodings_come_through_with_their_own_vocabularies(name, published, tmp_path, monkeypatch):
+    """But gpt2's, whose files no package was found to ship: its entries are r50k_base's."""
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(published))
+    original = tiktoken.get_encoding(name)
+    tokenizer = came_through(name, tmp_path, original.encode_ordinary, adds_bos=False).load_tokenizer()
+    assert (tokenizer.eos_id, tokenizer.vocab_size) == (original.eot_token, original.n_vocab)
+
+
+@pytest.mark.soak
+def test_a_published_tokenizer_json_comes_through(published, tmp_path):
+    (tmp_path / "tokenizer.json").write_bytes((published / "anthropic_tokenizer.json").read_bytes())
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<EOT>"}')
+    original = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    came_through(tmp_path, tmp_path / "made", lambda text: original.encode(text).ids, decodes=False, adds_bos=False)
 
 
 def test_the_ends_of_lines_and_possessive_repeats_of_rust(tmp_path, monkeypatch, ranks):
