@@ -80,7 +80,7 @@ def from_folder(folder: Path) -> Converted:
         bos = None
     if eos is None:
         raise UserError(NO_EOS)
-    content, ids = json.loads(given), Tokenizer.from_str(given.decode()).get_vocab(with_added_tokens=True)
+    content, ids = json.loads(given), build(given).get_vocab(with_added_tokens=True)
     added = {entry["content"]: entry for entry in content["added_tokens"]}
     for name in filter(None, (bos, eos)):
         if name not in ids:

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from transformers import AutoModelForCausalLM
 
 from helpers.small_tokenizers import SIZE, make_llama, make_tokenizer
@@ -72,6 +74,10 @@ def test_what_is_one_model_is_taken(what, saved, tmp_path):
     tokens = torch.arange(40)[None]
     with torch.no_grad():
         assert torch.equal(ours(tokens).logits, theirs(tokens).logits)
+    expected = theirs.state_dict()
+    read = {name: torch.empty_like(tensor) for name, tensor in expected.items()}
+    dcp.load(read, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)  # as the trainer does
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in read.items())
 
 
 def copy(*files: Path, to: Path) -> None:
