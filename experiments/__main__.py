@@ -9,7 +9,6 @@ from pathlib import Path
 
 from pc.errors import exit_on_user_error
 from pc_recipe.config.command_line import existing
-from pc_recipe.files import look
 
 
 def _with_runs(text: str) -> Path:
@@ -17,9 +16,7 @@ def _with_runs(text: str) -> Path:
 
 
 def _with_results(text: str) -> Path:
-    if not look.is_file(Path(text, "results.jsonl")):
-        raise argparse.ArgumentTypeError(f"{text}/results.jsonl does not exist; scripts/sweep.py select writes it")
-    return Path(text)
+    return existing(f"{text}/results.jsonl").parent
 
 
 @exit_on_user_error
