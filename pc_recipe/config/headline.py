@@ -37,12 +37,8 @@ def _describe_pc(pc: PC, layers: int) -> str:
 def count_parameters(model: Model) -> int:
     """Of the model without PC's gammas, counted from its sizes, as nothing here imports torch."""
     shape = shape_of(model)
-    wanted = int(8 * shape.dim / 3)
-    if shape.ffn_dim_multiplier is not None:
-        wanted = int(shape.ffn_dim_multiplier * wanted)
-    ffn_dim = -(-wanted // shape.multiple_of) * shape.multiple_of
     of_attention = 2 * shape.dim**2 * (1 + (shape.n_kv_heads or shape.n_heads) / shape.n_heads)
-    of_block = int(of_attention) + 3 * shape.dim * ffn_dim + 2 * shape.dim  # and two norms
+    of_block = int(of_attention) + 3 * shape.dim * shape.ffn_dim + 2 * shape.dim  # and two norms
     return 2 * model.vocab_size * shape.dim + shape.n_layers * of_block + shape.dim
 
 

@@ -23,6 +23,14 @@ class Flavor:
     ffn_dim_multiplier: float | None = None
     rope_theta: float = 10_000.0
 
+    @property
+    def ffn_dim(self) -> int:
+        """TorchTitan's width of the FFN."""
+        wanted = int(8 * self.dim / 3)
+        if self.ffn_dim_multiplier is not None:
+            wanted = int(self.ffn_dim_multiplier * wanted)
+        return -(-wanted // self.multiple_of) * self.multiple_of
+
 
 # The paper's sizes (table 5), smaller ones, and Llama 2's own (70B with grouped-query attention). The FFN's widths are
 # 96, 384, 384, 704, 1024, 1408, 2048, 2816, 5632, 11008, 13824, 28672.
@@ -50,5 +58,12 @@ def shape_of(model: "Model") -> Flavor:
     shape = replace(FLAVORS[model.flavor], **{name: size for name, size in given.items() if size is not None})
     if model.ffn_dim is None:
         return shape
-    # TorchTitan's 8/3 dim becomes 1, and is rounded up to a multiple of the width that is wanted.
+    # 8/3 dim becomes 1, and is rounded up to a multiple of the width that is wanted.
     return replace(shape, ffn_dim_multiplier=0.5 / shape.dim, multiple_of=model.ffn_dim)
+
+
+def sizes_of(model: "Model") -> dict[str, float]:
+    """{key of `[model]`: the size that it stands for}: two models are the same if these are."""
+    shape = shape_of(model)
+    sizes = {name: getattr(shape, name) for name in ("dim", "n_layers", "n_heads", "ffn_dim", "rope_theta")}
+    return sizes | {"n_kv_heads": shape.n_kv_heads or shape.n_heads, "vocab_size": model.vocab_size}

@@ -1,6 +1,7 @@
 """What two runs are compared by: a dict of the keys that count (`pc_recipe.config.sections` says what a key decides).
 
-method_key   defines the weights in a checkpoint; a resume must match it
+method_key   defines the weights in a checkpoint
+weights_key  the method, the model's sizes and the optimizer; a resume must match it
 result_key   decides a run's result; runs with equal ones are trained once
 all_values   everything; all ranks of a run must agree on it
 
@@ -17,6 +18,7 @@ from typing import Any
 
 from pc.blocks import BLOCK_GROUPS
 from pc.maps import resolve
+from pc_recipe.config.model_sizes import sizes_of
 from pc_recipe.config.pc_section import PC
 from pc_recipe.config.rank_batches import RankBatches
 from pc_recipe.config.schema import Config
@@ -57,6 +59,13 @@ def method_key(pc: PC) -> dict[str, Any]:
     return (
         {"enable": True} | settings | {"blocks": sorted(single), "level": level}
     )  # differences are named in this order
+
+
+def weights_key(config: Config) -> dict[str, Any]:
+    """What shapes and defines the weights in a run's checkpoints, and the states of their optimizers."""
+    sizes = {f"model.{name}": size for name, size in sizes_of(config.model).items()}
+    method = {f"pc.{name}": value for name, value in method_key(config.pc).items()}
+    return sizes | method | {"optimizer.name": config.optimizer.name}
 
 
 def result_key(config: Config, world_size: int | None = None, data: dict[str, str] | None = None) -> dict[str, Any]:

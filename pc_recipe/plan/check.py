@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pc.errors import UserError
-from pc_recipe.config import Config, rules
+from pc_recipe.config import Config, load_config, rules, run_key
 from pc_recipe.config.rank_batches import RankBatches
 from pc_recipe.config.schema import Data
 from pc_recipe.data.manifest import Manifest, require_different, require_same_tokenizer
@@ -78,6 +78,7 @@ def check_settings(config: Config) -> CheckResult:
     result.can_build = not result.errors
     _check_steps(result, config)
     _try(result, require_wandb, config)
+    _check_resume(result, config)
     start = _start_of(config)
     if start and not look.is_there(start):
         result.add_error(f"checkpoint.initial_load_path: {start} does not exist")
@@ -201,6 +202,23 @@ def _check_steps(result: CheckResult, config: Config) -> None:
         return
     if config.checkpoint.last_save_model_only:
         result.warnings.append("checkpoint.last_save_model_only is true: the last checkpoint cannot be resumed")
+
+
+def _check_resume(result: CheckResult, config: Config) -> None:
+    """Whether the run in its folder can go on with these weights; its checkpoint is asked again, after seconds."""
+    folder = Path(config.job.dump_folder)
+    if not (config.checkpoint.enable and find_newest_checkpoint(folder)):
+        return
+    try:
+        before = run_key.weights_key(load_config(folder / "config.toml"))
+    except UserError:  # of an older version
+        return
+    now = run_key.weights_key(config)
+    for key in run_key.differing_keys(before, now)[:1]:
+        result.add_error(
+            f"{key} is {before.get(key)} in the run of {folder}, {now.get(key)} in the config; use the run's, or another "
+            "job.dump_folder to start a new run"
+        )
 
 
 def _start_of(config: Config) -> str | None:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from pc.errors import UserError
 from pc_recipe.config import Config, load_config, run_key
-from pc_recipe.config.model_sizes import shape_of
+from pc_recipe.config.model_sizes import sizes_of
 from pc_recipe.files.run_log import RunLog
 
 
@@ -20,7 +20,7 @@ def are_of_one_model(first: Config | None, other: Config | None) -> bool:
     """Whether both have the same sizes, whatever their PC; of an unknown configuration it is taken to be so."""
     if first is None or other is None:
         return True
-    return (shape_of(first.model), first.model.vocab_size) == (shape_of(other.model), other.model.vocab_size)
+    return sizes_of(first.model) == sizes_of(other.model)
 
 
 def differences(runs: Sequence[RunLog]) -> list[str]:

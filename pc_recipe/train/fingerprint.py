@@ -5,7 +5,7 @@ import json
 import torch
 
 from pc.errors import UserError
-from pc_recipe.config.model_sizes import shape_of
+from pc_recipe.config.model_sizes import sizes_of
 from pc_recipe.config.pc_section import PC
 from pc_recipe.config.run_key import differing_keys, method_key
 from pc_recipe.config.schema import Model
@@ -13,18 +13,12 @@ from pc_recipe.train.checkpoint_folder import CheckpointFolder
 
 
 def fingerprint(pc: PC, model: Model, tokenizer: dict[str, str]) -> dict[str, str]:
-    """PC's settings, those of the model that no tensor's shape shows, and the tokenizer's name and checksum, as the state
-    "method" of every checkpoint, also a baseline's.
+    """PC's settings, the model's sizes, and the tokenizer's name and checksum, as the state "method" of every checkpoint,
+    also a baseline's.
 
     Without it, a baseline config could resume a PC checkpoint, and silently train PC(W) with the optimizer state of W.
     """
-    return {"fingerprint": json.dumps(pc.model_dump(mode="json") | {"model": _sizes(model), "tokenizer": tokenizer})}
-
-
-def _sizes(model: Model) -> dict[str, float]:
-    shape = shape_of(model)
-    heads = {"n_heads": shape.n_heads, "n_kv_heads": shape.n_kv_heads or shape.n_heads}
-    return {"n_layers": shape.n_layers, **heads, "rope_theta": shape.rope_theta}
+    return {"fingerprint": json.dumps(pc.model_dump(mode="json") | {"model": sizes_of(model), "tokenizer": tokenizer})}
 
 
 def read_pc_settings(folder: CheckpointFolder) -> PC | None:
@@ -69,7 +63,7 @@ def require_same_run(checkpoint: CheckpointFolder, pc: PC, optimizers: set[str])
 
 
 def require_same_model(checkpoint: CheckpointFolder, model: Model, shapes: dict[str, torch.Size]) -> None:
-    """Check that a checkpoint's model is the config's; older checkpoints have only their tensors to tell.
+    """Check that a checkpoint's model is the config's; older checkpoints name few sizes, and have their tensors to tell.
 
     Args:
         shapes: of the tensors that the model expects.
@@ -78,7 +72,7 @@ def require_same_model(checkpoint: CheckpointFolder, model: Model, shapes: dict[
         UserError: names the size or the tensor that differs.
     """
     saved = json.loads(_read(checkpoint) or "{}").get("model", {})
-    compared: dict[str, tuple] = {f"model.{key}": (saved.get(key, size), size) for key, size in _sizes(model).items()}
+    compared: dict[str, tuple] = {f"model.{key}": (saved.get(key, size), size) for key, size in sizes_of(model).items()}
     compared |= {name: (checkpoint.shapes().get(name), shape) for name, shape in shapes.items()}
     _require_none({what: pair for what, pair in compared.items() if pair[0] != pair[1]}, checkpoint)
 

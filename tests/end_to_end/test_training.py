@@ -231,7 +231,7 @@ REFUSED = {
     "pc.enable is True in the checkpoint, False in the config": BASELINE,
     "pc.level is 4 in the checkpoint, [2.616097, -3.550208": OWN_MAP,
     "optimizer is adamw in the checkpoint, adamw and muon in the config": MUON,
-    "[200, 24]) in the checkpoint, torch.Size([200, 32]": ["--model.dim", "32"],
+    "model.dim is 24 in the checkpoint, 32 in the config": ["--model.dim", "32"],
     "model.n_layers is 2 in the checkpoint, 1 in the config": ["--model.n_layers", "1"],
     "model.rope_theta is 10000.0 in the checkpoint, 500": ["--model.rope_theta", "500"],
     "data.seed": ["--data.seed", "5"],

@@ -6,7 +6,9 @@ import pytest
 
 from helpers.tiny import ROOT
 from helpers.torchless import launch, run_without_torch
+from pc_recipe.config import load_config
 from pc_recipe.files.lock import lock
+from pc_recipe.plan.check import check_settings
 
 TAKE_OVERRIDES = ("cost.py", "dry_run.py", "submit.py")
 CONFIG, NONE, SMALL = "train_configs/271m_adamw_pc.toml", "outputs/nothing", "should be a whole number, 1 or more"
@@ -22,6 +24,40 @@ def test_a_second_start_in_a_folder_is_refused_at_once(tiny_shards, tmp_path):
         f"error: {folder}: another process is training here; wait for it, or stop it; another run needs another "
         "--job.dump_folder"
     )
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ("--model.dim=32", "model.dim is 256 in the run of {}, 32 in the config"),
+        ("--model.flavor=nano", "model.dim is 256 in the run of {}, 128 in the config"),
+        ("--model.ffn_dim=64", "model.ffn_dim is 704 in the run of {}, 64 in the config"),
+        ("--model.vocab_size=32008", "model.vocab_size is 32000 in the run of {}, 32008 in the config"),
+        ("--pc.level=2", "pc.level is "),
+        ("--pc.enable=false", "pc.enable is True in the run of {}, False in the config"),
+        ("--optimizer.name=AdamH", "optimizer.name is AdamW in the run of {}, AdamH in the config"),
+        ("--model.ffn_dim=704", ""),  # what it is already
+    ],
+)
+def test_a_run_does_not_go_on_with_another_model(tmp_path, words, said):
+    """Not after a minute by the checkpoint's tensors."""
+    make_begun(tmp_path)
+    config = load_config(ROOT / "train_configs/debug.toml", [f"--job.dump_folder={tmp_path}", words])
+    errors = check_settings(config).errors
+    assert len(errors) == bool(said) and "".join(errors).startswith(said.format(tmp_path))
+
+
+def make_begun(folder):
+    """A run of 3 steps, as far as a launcher looks at it."""
+    (folder / "checkpoint" / "step-3").mkdir(parents=True)
+    (folder / "checkpoint" / "step-3" / ".metadata").touch()
+    (folder / "config.toml").write_text('[model]\nflavor = "debug"\n[pc]\nenable = true\n')
+
+
+def test_another_model_is_refused_before_torch_is_imported(tmp_path):
+    make_begun(tmp_path)
+    status, output = launch("train_configs/debug.toml", f"--job.dump_folder={tmp_path}", "--model.dim=32")
+    assert status == 2 and output.startswith("error: model.dim is 256 in the run of ") and output.count("\n") == 1
 
 
 def run_script(script, *words) -> tuple[int, str]:
