@@ -1,6 +1,6 @@
-"""One page of what runs came to: losses, conditioning, text, cost, and what they do not show.
+"""One page of what runs came to: losses, conditioning, text, cost, settings that differ, and what they do not show.
 
-Usage: python scripts/report.py RUN... [--output FILE]
+Usage: python scripts/report.py RUN... [--sweep FOLDER...] [--output FILE]
 """
 
 import argparse
@@ -13,12 +13,18 @@ from pc_recipe.config.command_line import existing
 @exit_on_user_error
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("runs", nargs="+", type=existing, metavar="RUN", help="run folders; the first is the reference")
+    parser.add_argument("runs", nargs="*", type=existing, metavar="RUN", help="run folders; the first is the reference")
+    parser.add_argument(
+        "--sweep", nargs="+", type=existing, default=[], metavar="FOLDER",
+        help="final losses of these sweeps too, with a RUN for each config, if any, as a line",
+    )  # fmt: skip
     parser.add_argument("--output", type=Path, default=Path("outputs/report.html"), help="the page")
     arguments = parser.parse_args()
+    if not arguments.runs and not arguments.sweep:
+        parser.error("give at least one RUN or --sweep FOLDER")
     from pc_recipe.report.run_page import write
 
-    print(write(arguments.runs, arguments.output))
+    print(write(arguments.runs, arguments.output, arguments.sweep))
 
 
 if __name__ == "__main__":

@@ -32,8 +32,7 @@ def sweeps(*names: str) -> list[str]:
 
 
 def bars(name: str, *baselines: str) -> list[str]:
-    options = ["--baseline", *baselines, "--output", f"{OUT}/figures/{name}"]
-    return ["scripts/curves.py", "--sweep", f"{OUT}/{name}", *options]
+    return ["scripts/report.py", *baselines, "--sweep", f"{OUT}/{name}", "--output", f"{OUT}/figures/{name}.html"]
 
 
 def rows(evals: str) -> dict[str, list[list[str]]]:
@@ -49,28 +48,28 @@ def rows(evals: str) -> dict[str, list[list[str]]]:
         ],
         "maps": [["scripts/polynomials.py", "--output", f"{OUT}/figures/maps"]],
         "model-table": [["scripts/dry_run.py", f"{CONFIGS}/adamw_pc.toml", "--world-size", "1"]],
-        "loss-adamw": [["scripts/curves.py", *ADAMW, "--output", f"{OUT}/figures/loss-adamw"]],
-        "loss-muon": [["scripts/curves.py", *MUON, "--output", f"{OUT}/figures/loss-muon"]],
+        "loss-adamw": [["scripts/report.py", *ADAMW, "--output", f"{OUT}/figures/loss-adamw.html"]],
+        "loss-muon": [["scripts/report.py", *MUON, "--output", f"{OUT}/figures/loss-muon.html"]],
         "spectra-adamw": [["scripts/spectra.py", *ADAMW, "--output", f"{OUT}/figures/spectra-adamw"]],
         "spectra-muon": [["scripts/spectra.py", *MUON, "--output", f"{OUT}/figures/spectra-muon"]],
         "levels": [bars("pc_level", *BASELINES)],
         "blocks": [bars("pc_blocks", *BASELINES)],
         "recovery": [
             bars("recovery_gamma", MAIN["adamw_baseline"]),
-            ["scripts/curves.py", MAIN["adamw_baseline"]]
+            ["scripts/report.py", MAIN["adamw_baseline"]]
             + [f"{OUT}/recovery_gamma/norm_recovery-{r}_learnable_gamma-{g}" for r in YES_NO for g in YES_NO]
-            + ["--output", f"{OUT}/figures/recovery"],
+            + ["--output", f"{OUT}/figures/recovery.html"],
         ],
         "gamma-spikes": [
-            ["scripts/curves.py", MAIN["adamw_pc"], f"{OUT}/no_gamma/learnable_gamma-false"]
-            + ["--output", f"{OUT}/figures/gamma-spikes"]
+            ["scripts/report.py", MAIN["adamw_pc"], f"{OUT}/no_gamma/learnable_gamma-false"]
+            + ["--output", f"{OUT}/figures/gamma-spikes.html"]
         ],
         "flattening": [
-            ["scripts/curves.py", *pair, f"{OUT}/polar_express/{name}_pc/level-polar-express"]
-            + ["--output", f"{OUT}/figures/flattening-{name}"]
+            ["scripts/report.py", *pair, f"{OUT}/polar_express/{name}_pc/level-polar-express"]
+            + ["--output", f"{OUT}/figures/flattening-{name}.html"]
             for name, pair in (("adamw", ADAMW), ("muon", MUON))
         ],
-        "estimator": [["scripts/curves.py", *ADAMW, "--output", f"{OUT}/figures/estimator"]],
+        "estimator": [["scripts/report.py", *ADAMW, "--output", f"{OUT}/figures/estimator.html"]],
         "cost": [["scripts/cost.py", "train_configs/1b_adamw_pc.toml", "--output", f"{OUT}/figures/cost"]],
         "memory": [
             ["benchmarks/step.py", "memory", "--flavor", "tiny", "--seq-len", "16", "--local-batch-size", "1"]

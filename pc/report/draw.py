@@ -31,6 +31,7 @@ def svg(title: str, draw: Callable[[Any], None]) -> str:
     """What `draw` draws in the axes that it is given, as SVG, in the colour of the text around it, with a legend."""
     style: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": title, "font.size": 9}
     style |= {"text.usetex": False, "text.parse_math": False}  # whatever a matplotlibrc of the current folder says
+    style |= {"path.simplify_threshold": 1.0}  # in pixels; long curves would be most of the file
     style |= {f"axes.spines.{side}": False for side in ("top", "right")}
     colours = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
     with matplotlib.rc_context(style | dict.fromkeys(colours, _TEXT)):
@@ -38,7 +39,8 @@ def svg(title: str, draw: Callable[[Any], None]) -> str:
         axes = figure.subplots()
         draw(axes)
         axes.set_title(title, fontsize=9)
-        axes.legend(frameon=False)
+        if axes.get_legend_handles_labels()[1]:
+            axes.legend(frameon=False)
         image = io.StringIO()
         figure.savefig(image, format="svg", transparent=True, metadata={"Date": None})
     drawn = image.getvalue()

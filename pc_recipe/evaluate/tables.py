@@ -1,5 +1,6 @@
 """Scores of several models as a Markdown table, a CSV and a bar plot."""
 
+import itertools
 import math
 import textwrap
 from pathlib import Path
@@ -30,7 +31,7 @@ def write(results: list[dict[str, Any]], names: list[str], stem: Path) -> list[P
     partial = f"PARTIAL: only the first {limit} items of each task" if limit else ""
     titles = [_title(name, results) for name in names]
     table, comma_separated = stem.with_name(f"{stem.name}.md"), stem.with_name(f"{stem.name}.csv")
-    write_atomically(table, _markdown(values, errors, titles, partial))
+    write_atomically(table, _markdown(values, errors, _find_bold(values, results, names), titles, partial))
     write_atomically(comma_separated, rows.to_csv(index=False))
     return [table, comma_separated, plots.save(_plot(values, errors, titles, partial), stem)]
 
@@ -47,24 +48,53 @@ def scores(results: list[dict[str, Any]], names: list[str]) -> pd.DataFrame:
     return pd.DataFrame(rows, dtype=object)
 
 
+def paired_errors(one: dict[str, Any], other: dict[str, Any], names: list[str]) -> list[float]:
+    """Standard errors of the difference of two results, which have the same items, for each task and the average.
+
+    Infinite where there is one item, or where a result of an older version does not keep them.
+    """
+    errors = []
+    for name in names:
+        hits = [list(map(int, result["tasks"][name].get(f"{METRICS[name]}_of_items", ""))) for result in (one, other)]
+        if len(hits[0]) < 2 or len(hits[0]) != len(hits[1]):
+            errors.append(math.inf)
+        else:
+            errors.append(float(np.subtract(*hits).std(ddof=1)) / math.sqrt(len(hits[0])))
+    return [*errors, math.hypot(*errors) / len(names)]
+
+
+def _find_bold(values: pd.DataFrame, results: list[dict[str, Any]], names: list[str]) -> np.ndarray:
+    """[tasks and average, models]: where a model is ahead of all others of its pair by more than a paired standard error.
+
+    Pairs are models 1 and 2, 3 and 4, ...; an odd number of models is one group.
+    """
+    size = 2 if len(results) % 2 == 0 else len(results)
+    bold = np.full(values.shape, size > 1)
+    for i, j in itertools.permutations(range(len(results)), 2):
+        if i // size == j // size:
+            ahead = values.iloc[:, i] - values.iloc[:, j]
+            bold[:, i] &= ahead > paired_errors(results[i], results[j], names)
+    return bold
+
+
 def _title(name: str, results: list[dict[str, Any]]) -> str:
     """The task's short name, and the text variant if it is not lm-eval's."""
     variants = {result["tasks"][name].get("variant", "") for result in results} - {""}
     return f"{SHORT_NAMES[name]}, {' or '.join(variants)}" if variants else SHORT_NAMES[name]
 
 
-def _markdown(values: pd.DataFrame, errors: pd.DataFrame, titles: list[str], partial: str) -> str:
-    """A row per model. Bold is the better of models 1 and 2, of 3 and 4, ...; an odd number of models is one group."""
-    names, size = values.index[:-1], 2 if values.shape[1] % 2 == 0 else values.shape[1]
-    lines = []
+def _markdown(values: pd.DataFrame, errors: pd.DataFrame, bold: np.ndarray, titles: list[str], partial: str) -> str:
+    """A row per model; no cell of numbers wraps."""
+    names, lines = values.index[:-1], []
     for i, model in enumerate(values):
-        rivals = values.iloc[:, i - i % size : i - i % size + size]
-        is_best = (values[model] == rivals.max(axis=1)) & (rivals.max(axis=1) > rivals.min(axis=1))
         lines.append([model])
-        for value, error, bold in zip(values[model], errors[model], is_best, strict=True):
-            cell = f"**{value:.4f}**" if bold else f"{value:.4f}"
-            lines[-1].append(cell if math.isnan(error) else f"{cell} ± {error:.4f}")
-    notes = ["Zero-shot, value ± standard error; bold is the best of each pair of models."]
+        for value, error, is_bold in zip(values[model], errors[model], bold[:, i], strict=True):
+            cell = f"**{value:.4f}**" if is_bold else f"{value:.4f}"
+            lines[-1].append(cell if math.isnan(error) else f"{cell}\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}{error:.4f}")
+    notes = [
+        "Zero-shot, value ± standard error. Bold: better than the other of its pair by more than the standard error of their "
+        "difference on the same items."
+    ]
     if missing := [name for name in METRICS if name not in names]:
         notes.append(f"**Not the paper's average**: without {', '.join(missing)}.")
     if partial:

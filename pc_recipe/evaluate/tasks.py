@@ -97,11 +97,12 @@ def _load_one(name: str, data: str | Path | None, manager: TaskManager) -> Confi
 
 
 def score(lm: LM, tasks: TaskDict, limit: int | None) -> dict[str, dict[str, Any]]:
-    """For each task: version, items, items_in_set, and its metrics with standard errors (None for one item).
+    """For each task: version, items, items_in_set, its metrics with standard errors (None for one item), and for each item
+    in order 1 or 0, by which two models are compared.
 
     limit: only the first items of each task; None is all.
     """
-    evaluated = lm_eval.evaluate(lm, tasks, limit=limit, log_samples=False)
+    evaluated = lm_eval.evaluate(lm, tasks, limit=limit, log_samples=True)
     scores = {}
     for name in tasks["tasks"]:
         items, results = evaluated["n-samples"][name], evaluated["results"][name]
@@ -112,4 +113,6 @@ def score(lm: LM, tasks: TaskDict, limit: int | None) -> dict[str, dict[str, Any
                 error = results[f"{metric}_stderr,none"]
                 scores[name][metric] = float(results[f"{metric},none"])
                 scores[name][f"{metric}_stderr"] = error if isinstance(error, float) else None
+                samples = sorted(evaluated["samples"][name], key=lambda sample: sample["doc_id"])
+                scores[name][f"{metric}_of_items"] = "".join(str(int(sample[metric])) for sample in samples)
     return scores

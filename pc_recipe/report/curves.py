@@ -3,15 +3,13 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from pc.errors import UserError
-from pc_recipe.files import markdown
-from pc_recipe.files.plots import label_tokens, legend_below, save, short_tokens, subplots
+from pc_recipe.files.plots import label_tokens, short_tokens
 from pc_recipe.files.run_folder import read_environment
 from pc_recipe.files.run_log import RunLog
 from pc_recipe.report import settings
@@ -71,27 +69,6 @@ def compare(runs: Sequence[RunLog]) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def table(rows: pd.DataFrame) -> str:
-    """The rows as a Markdown table, with notes below."""
-    reference = rows.iloc[0]
-    lines = []
-    for row in rows.itertuples():
-        faster = "-" if math.isnan(row.speedup) else f"{row.speedup:.2f}x"
-        losses = [f"{row.final_loss:.4f}", f"{row.difference:+.4f}"]
-        lines.append([row.name, f"{row.steps:,}", short_tokens(row.tokens), *losses, reached(row), faster])
-    header = ["run", "steps", "tokens", "final validation loss", "difference"]
-    text = markdown.table([*header, f"reaches {reference.final_loss:.4f} after", "speedup in tokens"], lines) + (
-        f"\nDifference and speedup are against {reference['name']}. Between two validations the loss is interpolated "
-        "linearly in tokens. A speedup below 1 means that the reference needs fewer tokens for this run's final loss.\n"
-    )
-    if rows.tokens.nunique() > 1:
-        text += (
-            "The runs saw different numbers of tokens: each final loss is at the run's own end, and with "
-            "learning rates that decay to the end the speedup is not a fair comparison.\n"
-        )
-    return text
-
-
 def reached(row: Any) -> str:
     """After how many tokens a row's run reaches the first one's final loss, in words."""
     if row.other_model:
@@ -123,53 +100,39 @@ def _differ(key: str, first: dict, other: dict) -> bool:
     return key in first and key in other and first[key] != other[key]
 
 
-def plot(runs: Sequence[RunLog], rows: pd.DataFrame, output: Path) -> Path:
+def draw_validation(axes: Any, runs: Sequence[RunLog], rows: pd.DataFrame) -> None:
     """Validation loss against tokens; a mark shows where another run reaches the reference's final loss."""
-    figure, axes = subplots(width=5.0, height=3.6)
-    final = rows.final_loss[0]
-    curves = [run.series(VALIDATION, "tokens") for run in runs]
-    for i, (run, curve) in enumerate(zip(runs, curves, strict=True)):
-        label = run.name if math.isnan(rows.speedup[i]) or i == 0 else f"{run.name}, {rows.speedup[i]:.2f}x"
-        axes.plot(curve.index, curve, color=f"C{i}", marker=".", markersize=3, label=label)
-        if i > 0:
-            axes.plot(rows.reached_at_tokens[i], final, "o", color=f"C{i}", markerfacecolor="white", zorder=3)
-    _leave_out_the_start(axes, curves)
-    axes.axhline(final, color="C0", linestyle=":", linewidth=1)
+    _draw(axes, runs, [run.series(VALIDATION, "tokens") for run in runs], marker=".", markersize=3)
+    for i in range(1, len(runs)):
+        axes.plot(rows.reached_at_tokens[i], rows.final_loss[0], "o", color=f"C{i}", markerfacecolor="white", zorder=3)
+    axes.axhline(rows.final_loss[0], color="C0", linestyle=":", linewidth=1)
     label_tokens(axes)
     axes.set_ylabel("validation loss (nats per token)")
-    legend_below(figure, axes)
-    return save(figure, output / "validation_loss")
 
 
-def plot_training_loss(runs: Sequence[RunLog], output: Path) -> Path:
-    """The mean of every 50th of the training losses, and pale the losses, against tokens and against hours."""
-    figure, panels = subplots(1, 2, width=4.2)
-    by_tokens = [run.series("loss", "tokens", "training logs it") for run in runs]
-    by_hours = [_by_hours(run, "loss") for run in runs]
-    for axes, curves in zip(panels, (by_tokens, by_hours), strict=True):
-        smooth = [curve.rolling(math.ceil(len(curve) / 50), min_periods=1).mean() for curve in curves]
-        for i, (run, curve) in enumerate(zip(runs, curves, strict=True)):
-            axes.plot(curve.index, curve, color=f"C{i}", alpha=0.2, linewidth=0.7)
-            axes.plot(smooth[i].index, smooth[i], color=f"C{i}", label=run.name)
-        _leave_out_the_start(axes, smooth)
-        axes.set_ylabel("training loss (nats per token)")
-    label_tokens(panels[0])
-    panels[1].set_xlabel(_label_of_hours(runs))
-    legend_below(figure, panels[0])
-    return save(figure, output / "training_loss")
+def draw_training(axes: Any, runs: Sequence[RunLog], by_time: bool = False) -> None:
+    """The mean of every 50th of the training losses, against tokens or hours."""
+    losses = [_by_hours(run, "loss") if by_time else run.series("loss", "tokens", "training logs it") for run in runs]
+    means = [curve.rolling(math.ceil(len(curve) / 50), min_periods=1).mean() for curve in losses]
+    _draw(axes, runs, [mean.iloc[:: math.ceil(len(mean) / 500)] for mean in means])
+    axes.set_ylabel("training loss (nats per token)")
+    if by_time:
+        axes.set_xlabel(_label_of_hours(runs))
+    else:
+        label_tokens(axes)
 
 
-def plot_validation_over_time(runs: Sequence[RunLog], output: Path) -> Path:
+def draw_validation_over_time(axes: Any, runs: Sequence[RunLog]) -> None:
     """Validation loss against the hours of the training steps."""
-    figure, axes = subplots(width=5.0, height=3.6)
-    curves = [_by_hours(run, VALIDATION) for run in runs]
-    for i, (run, curve) in enumerate(zip(runs, curves, strict=True)):
-        axes.plot(curve.index, curve, color=f"C{i}", marker=".", markersize=3, label=run.name)
-    _leave_out_the_start(axes, curves)
+    _draw(axes, runs, [_by_hours(run, VALIDATION) for run in runs], marker=".", markersize=3)
     axes.set_xlabel(_label_of_hours(runs))
     axes.set_ylabel("validation loss (nats per token)")
-    legend_below(figure, axes)
-    return save(figure, output / "validation_loss_by_time")
+
+
+def _draw(axes: Any, runs: Sequence[RunLog], curves: Sequence[pd.Series], **style: Any) -> None:
+    for i, (run, curve) in enumerate(zip(runs, curves, strict=True)):
+        axes.plot(curve.index, curve, color=f"C{i}", label=run.name, **style)
+    _leave_out_the_start(axes, curves)
 
 
 def _by_hours(run: RunLog, key: str) -> pd.Series:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from html import escape
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import pandas as pd
@@ -20,10 +21,12 @@ from pc_recipe.config.headline import headline
 from pc_recipe.evaluate import plain_weights
 from pc_recipe.evaluate.generate import continue_text
 from pc_recipe.evaluate.hugging_face import load_checkpoint
+from pc_recipe.files import look
 from pc_recipe.files.plots import legend_below, save, short_tokens, subplots
 from pc_recipe.files.run_folder import find_newest_checkpoint, read_environment, read_state
-from pc_recipe.files.run_log import RunLog, read_logs
-from pc_recipe.report import curves, settings
+from pc_recipe.files.run_log import RunLog, read_logs, unique_names
+from pc_recipe.report import curves, diagnostics, settings
+from pc_recipe.runs.sweep import points
 from pc_recipe.runs.sweep.spec import VALIDATION
 
 PROMPT = "The river"
@@ -64,13 +67,21 @@ class _Shown:
         )
 
 
-def write(paths: Sequence[Path], output: Path) -> str:
+def write(paths: Sequence[Path], output: Path, sweeps: Sequence[Path] = ()) -> str:
     """Write the page of runs, the reference first, and beside it a picture as PNG; returns it in a few lines for a terminal.
 
+    Args:
+        sweeps: folders with results.jsonl. Their final losses are drawn, with the runs, if any, as dashed lines.
+
     Raises:
-        UserError: a folder without a run, without validations, or validated on other text than the first.
+        UserError: a folder without a run, without validations, or validated on other text than the first; of a sweep as
+            `points.panels`.
     """
-    logs = curves.marked(read_logs(paths))
+    logs = curves.marked(read_logs(paths)) if paths else []
+    points_of_sweeps = _sweeps(sweeps, logs)
+    if not logs:
+        html.write(html.document("Sweeps", ["<h1>Sweeps</h1>", *points_of_sweeps]), output)
+        return str(output)
     rows = curves.compare(logs)
     runs = [_show(log) for log in logs]
     differ = settings.differences(logs)
@@ -80,19 +91,24 @@ def write(paths: Sequence[Path], output: Path) -> str:
         f"<h1>{escape(title)}</h1>",
         *(f"<p class=head>{escape(line)}</p>" for line in verdicts[1:]),
         "<p class=advice>" + "<br>".join(escape(f"{run.name}: {run.headline}") for run in runs) + "</p>",
-        *_losses(runs, rows),
+        *_losses(logs, rows),
         *_conditioning(runs),
         *_text(runs),
         *_cost(runs),
+        *points_of_sweeps,
         "<h2>Settings in which they differ</h2>",
         _list(differ or ["none"]),
+        *_more(logs),
         "<h2>What this does not show</h2>",
         f"<p>{escape(_ONE_SEED)}</p>",
     ]
     html.write(html.document(title, parts), output)
     _draw_picture(title, runs, rows, output.with_suffix(""))
     lines = [f"{run.name}: {run.headline}. {_figures(run)}" for run in runs]
-    return "\n".join([*lines, *verdicts, f"One seed each: {output} says what that does not show."])
+    texts = ", ".join(f"{run.name}: {shorten(run.text, 60)}" for run in runs)
+    keys = ", ".join(line.partition(":")[0] for line in differ) or "no setting"
+    last = f"They differ in {keys}. " * (len(runs) > 1) + f"One seed each: {output} says what that does not show."
+    return "\n".join([*lines, *verdicts, texts, last])
 
 
 def _show(log: RunLog) -> _Shown:
@@ -140,17 +156,6 @@ def _duration(seconds: float) -> str:
     return str(timedelta(seconds=round(seconds)))
 
 
-def _draw_losses(axes: Any, runs: Sequence[_Shown], rows: pd.DataFrame) -> None:
-    for i, run in enumerate(runs):
-        curve = run.log.series(VALIDATION, "tokens")
-        curve = curve[curve.index >= curve.index[-1] / 10] if len(curve) > 2 else curve  # the start falls too far
-        axes.plot(curve.index, curve, color=f"C{i}", marker=".", markersize=3, label=run.name)
-    axes.axhline(rows.final_loss[0], color="C0", linestyle=":", linewidth=1)
-    axes.xaxis.set_major_formatter(lambda value, _: short_tokens(value))
-    axes.set_xlabel("training tokens, from a tenth on")
-    axes.set_ylabel("validation loss (nats per token)")
-
-
 def _draw_conditions(axes: Any, runs: Sequence[_Shown]) -> None:
     for i, run in enumerate(runs):
         curve = run.log.series(_CONDITION)
@@ -166,7 +171,7 @@ def _draw_conditions(axes: Any, runs: Sequence[_Shown]) -> None:
 def _draw_picture(title: str, runs: Sequence[_Shown], rows: pd.DataFrame, path: Path) -> None:
     """Losses and condition numbers as a PNG, for where no page can be shown."""
     figure, (left, right) = subplots(1, 2, width=4.4, height=3.2)
-    _draw_losses(left, runs, rows)
+    curves.draw_validation(left, [run.log for run in runs], rows)
     _draw_conditions(right, runs)
     right.set_title("o, gate, up, down: geometric mean", fontsize=8)
     figure.suptitle(title, fontsize=9, parse_math=False)
@@ -174,14 +179,53 @@ def _draw_picture(title: str, runs: Sequence[_Shown], rows: pd.DataFrame, path: 
     save(figure, path)
 
 
-def _losses(runs: Sequence[_Shown], rows: pd.DataFrame) -> list[str]:
-    header = ["run", "tokens", "final validation loss", "difference", "reaches the first one's loss after"]
+def _losses(logs: Sequence[RunLog], rows: pd.DataFrame) -> list[str]:
+    header = ["run", "steps", "tokens", "final validation loss", "difference", "reaches the first one's loss after"]
     table = []
     for row in rows.itertuples():
         losses = [f"{row.final_loss:.4f}", f"{row.difference:+.4f}"]
-        table.append([row.name, short_tokens(row.tokens), *losses, curves.reached(row)])
-    figure = _figure("Validation loss", lambda axes: _draw_losses(axes, runs, rows))
-    return ["<h2>Losses</h2>", figure, html.table(header, table)]
+        faster = "-" if math.isnan(row.speedup) else f"{row.speedup:.2f}x"
+        table.append([row.name, f"{row.steps:,}", short_tokens(row.tokens), *losses, curves.reached(row), faster])
+    note = (
+        "Difference and speedup are against the first run. Between two validations the loss is interpolated. A speedup below "
+        "1 means that the first needs fewer tokens for this run's final loss."
+    )
+    if rows.tokens.nunique() > 1:
+        note += (
+            " The runs saw different numbers of tokens: each final loss is at the run's own end, and with learning rates "
+            "that decay to the end the speedup is not a fair comparison."
+        )
+    figure = _figure("Validation loss", lambda axes: curves.draw_validation(axes, logs, rows), "From a tenth on.")
+    return ["<h2>Losses</h2>", figure, html.table([*header, "speedup in tokens"], table), f"<p class=faint>{note}</p>"]
+
+
+def _more(logs: Sequence[RunLog]) -> list[str]:
+    """Everything else that was logged, and what was not."""
+    panels = {
+        "Training loss": lambda axes: curves.draw_training(axes, logs),
+        "Training loss against time": lambda axes: curves.draw_training(axes, logs, by_time=True),
+        "Validation loss against time": lambda axes: curves.draw_validation_over_time(axes, logs),
+    }
+    figures, missing = "", []
+    for title, draw_in in (panels | diagnostics.panels(logs)).items():
+        try:
+            figures += _figure(title, draw_in)
+        except UserError as error:  # the others can be drawn
+            missing.append(str(error))
+    return ["<h2>More</h2>", f"<div class=panels>{figures}</div>", _list(list(dict.fromkeys(missing)))]
+
+
+def _sweeps(folders: Sequence[Path], baselines: Sequence[RunLog]) -> list[str]:
+    """The final losses of each setting of sweeps, by as much of their folders' paths as is needed."""
+    names = unique_names(
+        [folder.resolve() if look.is_folder(folder) else folder.resolve().parent for folder in folders]
+    )
+    parts = []
+    for name, folder in zip(names, folders, strict=True):
+        panels = points.panels(points.read_results(folder), baselines)
+        figures = "".join(_figure(title, draw_in) for title, draw_in in panels.items())
+        parts += [f"<h2>Sweep {escape(name)}</h2>", f"<div class=panels>{figures}</div>"]
+    return parts
 
 
 def _conditioning(runs: Sequence[_Shown]) -> list[str]:

@@ -32,6 +32,7 @@ def differences(runs: Sequence[RunLog]) -> list[str]:
     if "pc.enable" in differing:  # the baseline has none of the others
         differing = {key: None for key in differing if key == "pc.enable" or not key.startswith("pc.")}
     values = {name: run_key.all_values(config) for name, config in known.items()}
-    return [f"{key}: {', '.join(f'{values[name].get(key)} in {name}' for name in known)}" for key in differing] + [
-        f"{run.name}: its configuration is not known" for run in runs if run.name not in known
-    ]
+    unknown = [run.name for run in runs if run.name not in known]
+    return [f"{key}: {', '.join(f'{values[name].get(key)} in {name}' for name in known)}" for key in differing] + (
+        [f"unknown settings: no configuration of {', '.join(unknown)} can be read"] if unknown else []
+    )

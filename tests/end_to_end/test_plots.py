@@ -12,7 +12,7 @@ def _figures(folder):
     return {path.stem for path in folder.glob("*.png")}
 
 
-def test_spectra_and_curves_of_a_pair(command, tmp_path):
+def test_spectra_of_a_pair(command, tmp_path):
     pair = tmp_path / "baseline", tmp_path / "pc"
     for run, with_pc in zip(pair, (False, True), strict=True):
         save_checkpoint(run, with_pc)
@@ -22,11 +22,6 @@ def test_spectra_and_curves_of_a_pair(command, tmp_path):
     page = (tmp_path / "report.html").read_text()
     assert re.findall("<h2>(.*?)</h2>", page)[1:4] == ["baseline", "pc, W", "pc, PC(W)"]
     assert re.findall(r"<p class=advice>(\w+ \w+)", page) == ["Will PC", "Trained with", "Trained with"]
-
-    assert command("curves.py", *pair, "--output", tmp_path / "curves")[0] == 0
-    drawn = {"training_loss", "validation_loss_by_time", "activation_rms", "estimator_error"}
-    assert _figures(tmp_path / "curves") == {"validation_loss", *drawn}
-    assert "| pc |" in (tmp_path / "curves" / "summary.md").read_text()
 
 
 def test_commands_without_a_run(command, tmp_path):

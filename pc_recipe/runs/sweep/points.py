@@ -2,8 +2,10 @@
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
@@ -53,8 +55,19 @@ def _require_up_to_date(file: Path, known: dict[str, str]) -> None:
             )
 
 
-def plot(results: Sequence[dict], path: Path, baselines: Sequence[RunLog] = ()) -> Path:
-    """A panel per config, a point per setting: mean over seeds with the range; hollow if losses spiked.
+def plot(results: Sequence[dict], path: Path) -> Path:
+    """The panels of a sweep side by side, as PNG."""
+    drawn = panels(results)
+    figure, all_axes = subplots(1, len(drawn), width=4.6, height=3.4, squeeze=False)
+    for axes, (title, draw) in zip(all_axes[0], drawn.items(), strict=True):
+        draw(axes)
+        axes.set_title(title)
+    return save(figure, path)
+
+
+def panels(results: Sequence[dict], baselines: Sequence[RunLog] = ()) -> dict[str, Callable[[Any], None]]:
+    """{name of a config: what draws its panel}, a point per setting: mean over seeds with the range; hollow if losses
+    spiked.
 
     The mean is that of the runs with a final loss; the number of those without is written at the bottom.
 
@@ -70,29 +83,31 @@ def plot(results: Sequence[dict], path: Path, baselines: Sequence[RunLog] = ()) 
     ]
     names = [label({key: one[key] for key in varied if key in one}) or "as it is" for one in every]
     runs = pd.DataFrame(results).reindex(columns=["config", VALIDATION, "spikes"]).assign(setting=names)
-    configs = runs.config.unique()
-    if baselines and len(baselines) != len(configs):
-        stems = ", ".join(Path(config).stem for config in configs)
-        raise UserError(f"--baseline: {len(baselines)} given, {len(configs)} needed, one for each of {stems}")
-    figure, panels = subplots(1, len(configs), width=4.6, height=3.4, squeeze=False)
-    for i, (axes, (config, group)) in enumerate(zip(panels[0], runs.groupby("config", sort=False), strict=True)):
-        settings = group.groupby("setting", sort=False)
-        for place, (_, one) in enumerate(settings):
-            _draw(axes, place, one[VALIDATION].astype(float), spiked=one.spikes.any())
-        shown, title = group[VALIDATION].dropna().tolist(), Path(config).stem
-        if baselines:
-            final = baselines[i].series(VALIDATION, remedy="the baseline has no validation").iloc[-1]
-            axes.axhline(final, color="C3", linestyle="--")
-            title += f"\ndashed: {baselines[i].name}, {final:.4f}"
-            shown += [final] if math.isfinite(final) else []
-        if shown:
-            margin = 0.25 * (max(shown) - min(shown)) or 0.01 * max(shown)
-            axes.set_ylim(min(shown) - margin, max(shown) + margin)
-        axes.set_xlim(-0.6, len(settings) - 0.4)  # also where the last has no point
-        axes.set_xticks(range(len(settings)), [name for name, _ in settings], rotation=35, ha="right", fontsize=7)
-        axes.set_title(title)
-        axes.set_ylabel("final validation loss (nats per token)")
-    return save(figure, path)
+    by_config = {Path(config).stem: group for config, group in runs.groupby("config", sort=False)}
+    if baselines and len(baselines) != len(by_config):
+        raise UserError(
+            f"{len(baselines)} runs given beside the sweep, {len(by_config)} needed: one for each of {', '.join(by_config)}"
+        )
+    return {
+        title: partial(_draw_panel, group=group, baseline=baselines[i] if baselines else None)
+        for i, (title, group) in enumerate(by_config.items())
+    }
+
+
+def _draw_panel(axes: Any, group: pd.DataFrame, baseline: RunLog | None) -> None:
+    settings, shown = group.groupby("setting", sort=False), group[VALIDATION].dropna().tolist()
+    for place, (_, one) in enumerate(settings):
+        _draw(axes, place, one[VALIDATION].astype(float), spiked=one.spikes.any())
+    if baseline is not None:
+        final = baseline.series(VALIDATION, remedy="the baseline has no validation").iloc[-1]
+        axes.axhline(final, color="C3", linestyle="--", label=f"{baseline.name}, {final:.4f}")
+        shown += [final] if math.isfinite(final) else []
+    if shown:
+        margin = 0.25 * (max(shown) - min(shown)) or 0.01 * max(shown)
+        axes.set_ylim(min(shown) - margin, max(shown) + margin)
+    axes.set_xlim(-0.6, len(settings) - 0.4)  # also where the last has no point
+    axes.set_xticks(range(len(settings)), [name for name, _ in settings], rotation=35, ha="right", fontsize=7)
+    axes.set_ylabel("final validation loss (nats per token)")
 
 
 def _draw(axes, place: int, losses: pd.Series, spiked: bool) -> None:

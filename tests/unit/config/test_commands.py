@@ -102,7 +102,7 @@ def test_a_start_answers_mistakes(words, said):
         *(
             (f"{command}", "outputs/nothing.*(does not exist|no such)")
             for command in (
-                f"curves.py {NONE}",
+                f"report.py {NONE}",
                 f"export_hf.py {NONE} out",
                 f"generate.py {NONE} prompt",
                 f"inspect_data.py {NONE}",

@@ -81,7 +81,6 @@ ELSEWHERE = {
     "data/token_files.py": "leftovers of a killed process",
     "evaluate/hugging_face.py": "in a folder that it has just made",
     "files/wheel.py": "in a folder that it has just made",
-    "report/figures.py": "its own pictures of an earlier call",
     "train/cpu.py": "a device",
 }
 ASKS = re.compile(

@@ -6,11 +6,10 @@ import pytest
 import tomli_w
 
 import helpers.tiny  # noqa: F401 (the flavor)
-from helpers.made_runs import make_run, make_shards, validations, write_run
+from helpers.made_runs import make_run, make_shards, validations, write_metrics, write_run
 from pc import PCConfig
 from pc.errors import UserError
 from pc_recipe.report import run_page
-from pc_recipe.report.figures import draw_curves
 
 BASE = {"model": {"flavor": "tiny", "vocab_size": 64}, "training": {"seq_len": 64}}
 
@@ -29,13 +28,14 @@ def test_page_and_lines_say_the_same(tmp_path):
     paths = runs(tmp_path, pc={"enable": True}, optimizer={"lr": 0.5})
     text = run_page.write(paths, tmp_path / "out" / "report.html")
     page = (tmp_path / "out" / "report.html").read_text()
-    assert len(text.splitlines()) == 4 and (tmp_path / "out" / "report.png").is_file()
+    assert len(text.splitlines()) == 5 and (tmp_path / "out" / "report.png").is_file()
     verdict = (
         "pc ends 0.500 nats per token below baseline, whose final loss it reaches after 200 of 300 tokens (33% saved)"
     )
     assert verdict in text and f"<h1>{verdict}</h1>" in page
+    assert "baseline: no checkpoint, pc: no checkpoint\nThey differ in pc.enable, optimizer.lr. One seed each: " in text
     assert "Llama, AdamW, no PC" in text and "Llama, AdamW, PC level 4 on o, gate, up, down" in text
-    listed = re.findall("<li>(.*?)</li>", page)
+    listed = re.findall("<li>(.*?)</li>", page.partition("<h2>More")[0])
     assert listed == ["pc.enable: False in baseline, True in pc", "optimizer.lr: 0.0008 in baseline, 0.5 in pc"]
     assert "One run each" in page and "no checkpoint" in page
     assert len(page) < 1e6 and "<script" not in page and not re.search(r"(src|href)=.?http", page)
@@ -52,15 +52,13 @@ def test_where_pc_does_not_lead_the_page_says_so(tmp_path, losses, sentence):
     assert sentence in run_page.write(runs(tmp_path, losses), tmp_path / "report.html")
 
 
-def test_another_model_has_no_speedup(tmp_path, capsys):
-    """In the page, and in the table of curves; both name the difference."""
+def test_another_model_has_no_speedup(tmp_path):
     paths = runs(tmp_path, model={"dim": 64})
     text = run_page.write(paths, tmp_path / "report.html")
     assert "pc is another model than baseline" in text and "saved" not in text
-    draw_curves(paths, tmp_path)
-    printed = capsys.readouterr().out
-    assert "| another model" in printed and "1.50x" not in printed
-    assert "Runs differ in model.dim: None in baseline, 64 in pc." in printed
+    page = (tmp_path / "report.html").read_text()
+    assert "<td>another model</td>" in page and "1.50x" not in page
+    assert "model.dim: None in baseline, 64 in pc" in page and "They differ in model.dim. One seed each" in text
 
 
 def test_a_run_that_says_nothing_more_than_its_losses(tmp_path):
@@ -79,3 +77,14 @@ def test_matrix_and_text_are_those_of_the_checkpoint(tmp_path):
     page = (tmp_path / "report.html").read_text()
     assert made.checkpoint.is_dir() and "Singular values of up, middle layer" in page
     assert page.count("The river") == 2  # the heading's, and what was written after it
+
+
+def test_everything_that_was_logged_is_drawn(tmp_path):
+    pair = tmp_path / "baseline", tmp_path / "pc"
+    for run, with_pc in zip(pair, (False, True), strict=True):
+        write_metrics(run, gain=0.05 * with_pc, estimates=with_pc)
+    run_page.write(pair, tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    for title in ("Training loss", "Training loss against time", "Validation loss against time"):
+        assert f">{title}<" in page
+    assert page.count("output, RMS, mean over layers") == 2 and "Error of the spectral norm" in page

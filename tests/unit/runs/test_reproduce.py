@@ -47,5 +47,5 @@ def test_every_row_at_debug_size():
     done = subprocess.run([sys.executable, "scripts/reproduce_debug.py"], cwd=ROOT, timeout=1800)
     assert done.returncode == 0
     figures = ROOT / reproduce.OUT / "figures"
-    assert len(list(figures.rglob("*.png"))) >= 20
+    assert len([*figures.rglob("*.png"), *figures.glob("*.html")]) >= 20
     assert (figures / "scores" / "table.limit-2.md").is_file() and (figures / "cost" / "cost.md").is_file()
