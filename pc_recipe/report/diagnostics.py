@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 
 import pandas as pd
+from matplotlib.ticker import NullFormatter
 
 from pc.errors import UserError
 from pc_recipe.files.run_log import RunLog
@@ -49,4 +50,6 @@ def _draw_error(axes: Any, runs: Sequence[RunLog], block: str) -> None:
             axes.plot(series.index, values, style, marker=".", color=f"C{i}", label=label)
     axes.set_yscale("log")
     axes.set_xlabel("step")
-    axes.set_ylabel(r"$|s(W) - \|W\|_2| \,/\, \|W\|_2$")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")  # no mathematics, which a page does not draw
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.set_ylabel("relative error")

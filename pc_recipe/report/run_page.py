@@ -195,7 +195,7 @@ def _losses(logs: Sequence[RunLog], rows: pd.DataFrame) -> list[str]:
             " The runs saw different numbers of tokens: each final loss is at the run's own end, and with learning rates "
             "that decay to the end the speedup is not a fair comparison."
         )
-    figure = _figure("Validation loss", lambda axes: curves.draw_validation(axes, logs, rows), "From a tenth on.")
+    figure = _figure("Validation loss", lambda axes: curves.draw_validation(axes, logs, rows))
     return ["<h2>Losses</h2>", figure, html.table([*header, "speedup in tokens"], table), f"<p class=faint>{note}</p>"]
 
 

@@ -6,9 +6,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import tomli_w
 import torch.distributed as dist
 from torch import Tensor
-from torchtitan.components.metrics import BaseLogger, LoggerContainer, MetricsProcessor, _get_metrics_rank
+from torchtitan.components.metrics import (
+    BaseLogger,
+    LoggerContainer,
+    MetricsProcessor,
+    TensorBoardLogger,
+    _get_metrics_rank,
+)
 from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
 
@@ -28,13 +35,8 @@ LINES_FOR_SPIKES = 3000
 steps before it."""
 
 
-class JsonLinesLogger(BaseLogger):
-    """Appends the metrics that TorchTitan logs to `metrics.jsonl`, under short names, one JSON object per line.
-
-    Args:
-        file: created with its folders; an incomplete last line, left by a crash, is removed.
-        tokens: returns the training tokens so far.
-    """
+class Loggers(LoggerContainer):
+    """Gives what TorchTitan logs to each logger, every number once and under a short name."""
 
     NAMES = {
         "loss_metrics/global_avg_loss": "loss",
@@ -47,6 +49,19 @@ class JsonLinesLogger(BaseLogger):
     }
     """{TorchTitan's name: ours}. Its other names with "(" (a unit) are not logged."""
 
+    def log(self, metrics: dict[str, Any], step: int) -> None:
+        logged = {name: value for name, value in metrics.items() if name in self.NAMES or "(" not in name}
+        super().log({self.NAMES.get(name, name): value for name, value in logged.items()}, step)
+
+
+class JsonLinesLogger(BaseLogger):
+    """Appends metrics to `metrics.jsonl`, one JSON object per line.
+
+    Args:
+        file: created with its folders; an incomplete last line, left by a crash, is removed.
+        tokens: returns the training tokens so far.
+    """
+
     def __init__(self, file: Path, tokens: Callable[[], int]) -> None:
         self._file, self._tokens = file, tokens
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -56,12 +71,9 @@ class JsonLinesLogger(BaseLogger):
     def log(self, metrics: dict[str, Any], step: int) -> None:
         line: dict[str, Any] = {"step": step, "tokens": self._tokens(), "time": time.time()}
         for name, value in metrics.items():
-            if name in self.NAMES or "(" not in name:
-                value = value.item() if isinstance(value, Tensor) else value
-                # JSON has no NaN or infinity.
-                line[self.NAMES.get(name, name)] = (
-                    None if isinstance(value, float) and not math.isfinite(value) else value
-                )
+            value = value.item() if isinstance(value, Tensor) else value
+            # JSON has no NaN or infinity.
+            line[name] = None if isinstance(value, float) and not math.isfinite(value) else value
         json_lines.append(self._file, line)
 
 
@@ -91,9 +103,13 @@ class PCMetricsProcessor(MetricsProcessor):
         if rank != _get_metrics_rank(parallel_dims, self.job_config):
             return
         self._json_lines = JsonLinesLogger(Path(config.job.dump_folder, METRICS_FILE), lambda: self.tokens)
-        loggers = LoggerContainer()
+        loggers = Loggers()
         loggers.add_logger(self._json_lines)
-        loggers.add_logger(self.logger)
+        for one in getattr(self.logger, "_loggers", ()):
+            loggers.add_logger(one)
+            if isinstance(one, TensorBoardLogger):
+                settings = tomli_w.dumps(config.model_dump(exclude_unset=True))
+                one.writer.add_text("configuration", "    " + settings.replace("\n", "\n    "))  # as code, in Markdown
         self.logger = loggers
 
     def log(

@@ -6,11 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torchtitan.tools.logging import logger as torchtitan_logger
 
 from pc_recipe.config import Config
 from pc_recipe.files.errors import WriteFailed
 from pc_recipe.files.run_log import METRICS_FILE
+from pc_recipe.train import metrics
 from pc_recipe.train.cpu import use_cpu_where_there_is_no_gpu
 from pc_recipe.train.loss_spikes import LossSpikes
 from pc_recipe.train.metrics import JsonLinesLogger, PCMetricsProcessor, _spikes_so_far
@@ -19,13 +21,14 @@ from pc_recipe.train.upstream_config import JobConfig
 
 def test_json_lines_survive_a_cut_and_keep_json(tmp_path):
     file = tmp_path / "run" / "metrics.jsonl"
-    logger = JsonLinesLogger(file, lambda: 100)
+    logger = metrics.Loggers()
+    logger.add_logger(JsonLinesLogger(file, lambda: 100))
     logger.log({"loss_metrics/global_avg_loss": 2.5, "throughput(tps)": 10.0, "memory/max_active(%)": 1.0}, 1)
     logger.log({"loss_metrics/global_avg_loss": math.nan, "grad_norm": torch.tensor(0.5)}, 2)
     with open(file, "a") as broken:
         broken.write('{"step": 3, "lo')  # a crash in the middle of a line
     resumed = JsonLinesLogger(file, lambda: 300)
-    resumed.log({"validation_metrics/loss": 2.25}, 3)
+    resumed.log({"validation_loss": 2.25}, 3)
     first, second, third = (json.loads(line, parse_constant=pytest.fail) for line in file.read_text().splitlines())
     assert (first["loss"], first["tokens"]) == (2.5, 100)
     assert not any("memory" in key or "throughput" in key for key in first)
@@ -70,9 +73,9 @@ def test_spikes_of_a_long_run_are_known_from_the_end_of_its_file(tmp_path):
     assert restored.update(10_001, 3.0) == 2 and restored.update(10_002, 5.0) == 3
 
 
-def _processor(folder):
+def _processor(folder, tensorboard=False):
     use_cpu_where_there_is_no_gpu()
-    config = Config()
+    config = Config(metrics={"enable_tensorboard": tensorboard})
     config.job.dump_folder = str(folder)
     config.training.seq_len, config.training.local_batch_size, config.training.global_batch_size = 8, 2, 4
     dims = SimpleNamespace(
@@ -81,6 +84,22 @@ def _processor(folder):
     processor = PCMetricsProcessor(JobConfig(config), dims)
     processor.num_flops_per_token = 1
     return processor
+
+
+def test_tensorboard_has_the_configuration_and_each_number_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    processor = _processor(tmp_path, tensorboard=True)
+    processor.data_loading_times, processor.ntokens_since_last_log = [0.1], 32
+    processor.log(1, 3.0, 3.5, 0.5, {"lr": 0.1})
+    processor.close()
+    (folder,) = (tmp_path / "tb").iterdir()
+    events = EventAccumulator(str(folder)).Reload()
+    (text,) = events.Tensors("configuration/text_summary")
+    assert b"enable_tensorboard = true" in text.tensor_proto.string_val[0]
+    scalars = events.Tags()["scalars"]
+    assert {"loss", "lr", "tokens_per_second", "step_seconds"} <= {*scalars} and not any(
+        "(" in name for name in scalars
+    )
 
 
 def test_the_line_of_a_step_fits_100_columns(tmp_path):
