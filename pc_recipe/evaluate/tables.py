@@ -55,11 +55,11 @@ def paired_errors(one: dict[str, Any], other: dict[str, Any], names: list[str]) 
     """
     errors = []
     for name in names:
-        hits = [list(map(int, result["tasks"][name].get(f"{METRICS[name]}_of_items", ""))) for result in (one, other)]
-        if len(hits[0]) < 2 or len(hits[0]) != len(hits[1]):
+        a, b = (list(map(int, result["tasks"][name].get(f"{METRICS[name]}_of_items", ""))) for result in (one, other))
+        if len(a) < 2 or len(a) != len(b):
             errors.append(math.inf)
         else:
-            errors.append(float(np.subtract(*hits).std(ddof=1)) / math.sqrt(len(hits[0])))
+            errors.append(float(np.subtract(a, b).std(ddof=1)) / math.sqrt(len(a)))
     return [*errors, math.hypot(*errors) / len(names)]
 
 

@@ -17,7 +17,7 @@ _ERROR = "spectra/estimate_error/"
 def panels(runs: Sequence[RunLog]) -> dict[str, Callable[[Any], None]]:
     """{title: what draws it in axes, or raises a `UserError` that says what to log}"""
     logged = {key.split("/")[2] for run in runs for key in run.keys() if key.startswith(_ERROR)}
-    drawn = {
+    drawn: dict[str, Callable[[Any], None]] = {
         f"{title} output, RMS, mean over layers": partial(_draw_rms, runs=runs, part=part)
         for part, title in (("attention", "Attention"), ("ffn", "FFN"))
     }
