@@ -27,7 +27,7 @@ from pc_recipe.config.schema import Config
 from pc_recipe.runs.sweep import spec
 
 OURS = re.compile(
-    r"(?:[A-Z_]+=\S+ )*(?:export |python (?!-m [\w.]+$)|torchrun .*(?:\.py|-m)|\./run_\w+\.sh|"
+    r"(?:[A-Z_]+=\S+ )*(?:export |python (?!.*-m(?: [\w.]+)?$|.* COMMAND$)|torchrun .*(?:\.py|-m)|\./run_\w+\.sh|"
     r"(?:scripts|benchmarks|examples|experiments|tests)/[\w/]+\.(?:py|sh) \S)"
 )
 OTHERS = {"source", "export", "pip", "hf", "lm_eval"}
