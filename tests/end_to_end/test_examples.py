@@ -107,7 +107,7 @@ def test_an_optimizer_on_owners(run, monkeypatch):
 @pytest.mark.soak
 def test_tour(tmp_path):
     """The notebook runs, and is stored as executed: two pictures, smaller condition numbers, an export that loads."""
-    (tmp_path / "docs").symlink_to(ROOT / "docs")
+    losses = []
     (tmp_path / "examples").mkdir()
     stored, notebook = (nbformat.read(EXAMPLES / "tour.ipynb", as_version=4) for _ in range(2))
     place = {"metadata": {"path": str(tmp_path / "examples")}}
@@ -118,9 +118,12 @@ def test_tour(tmp_path):
         assert sum("image/png" in output.get("data", {}) for output in outputs) == 2
         baseline, ours = (float(found) for found in re.findall(r"condition number ([\d.]+)", said))
         assert ours < baseline / 2
-        for first, last in re.findall(r"test loss ([\d.]+) at the start, ([\d.]+) after", said):
-            assert float(last) < float(first) / 2
+        losses.append(
+            [float(loss) for pair in re.findall(r"test loss (\S+) at the start, (\S+) after", said) for loss in pair]
+        )
+        assert losses[-1][1] < losses[-1][0] / 2 and losses[-1][3] < losses[-1][2] / 2
         assert re.search(r"difference of the logits: (0\.0|\d\S*e-0[6-9])\n", said)
+    assert losses[0] == pytest.approx(losses[1], abs=0.02)  # processors round otherwise
     assert "model.safetensors" in {file.name for file in (tmp_path / "outputs" / "tour").iterdir()}
     text = "".join(cell.source for cell in stored.cells if cell.cell_type == "markdown")
     assert all((EXAMPLES / target).exists() for target in re.findall(r"\]\((\S+?)\)", text))
