@@ -32,9 +32,9 @@ from pc_recipe.config.run_key import all_values
 from pc_recipe.config.schema import Config
 from pc_recipe.files import look
 from pc_recipe.files.atomic import write_atomically
-from pc_recipe.files.run_log import read_log, unique_names
+from pc_recipe.files.run_log import VALIDATION, read_log, unique_names
 from pc_recipe.runs.sweep.points import read_json_lines, read_results
-from pc_recipe.runs.sweep.spec import VALIDATION, label
+from pc_recipe.runs.sweep.spec import label
 from pc_recipe.train.llama2 import Llama2, Llama2Args
 
 RATES = {"optimizer.lr", "optimizer.hyperball_lr"}

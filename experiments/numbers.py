@@ -13,8 +13,8 @@ import pandas as pd
 from scipy import stats
 
 from experiments.evidence import CONDITION, Experiment, curve, read_experiments, without_tuning_seeds
+from pc_recipe.files.run_log import VALIDATION
 from pc_recipe.report.curves import speedup
-from pc_recipe.runs.sweep.spec import VALIDATION
 
 FOLDER = Path(__file__).parent
 FOLDERS = ("conditioning", "rivals", "rivals/again", "regime", "small")

@@ -24,8 +24,9 @@ from pc_recipe.config.model_sizes import shape_of
 from pc_recipe.files import markdown
 from pc_recipe.files.atomic import write_atomically
 from pc_recipe.files.plots import save, short_tokens, subplots
+from pc_recipe.files.run_log import VALIDATION
 from pc_recipe.report import curves
-from pc_recipe.runs.sweep.spec import VALIDATION, value_label
+from pc_recipe.runs.sweep.spec import value_label
 
 NOTES = """
 Losses in nats per token, which for a vocabulary of bytes is per byte. ± is the standard error of the mean over seeds;

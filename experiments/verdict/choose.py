@@ -16,8 +16,8 @@ import tomli_w
 
 from pc.errors import exit_on_user_error
 from pc_recipe.files.atomic import write_atomically
+from pc_recipe.files.run_log import VALIDATION
 from pc_recipe.runs.sweep.points import read_results
-from pc_recipe.runs.sweep.spec import VALIDATION
 
 SEEDS = [1, 2]
 OUTPUT = Path("outputs/verdict")

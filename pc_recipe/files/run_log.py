@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 METRICS_FILE = "metrics.jsonl"
+VALIDATION = "validation_loss"
+"""What runs are compared by, as it is logged."""
 RESUMED_FROM = "resumed_from"
 """In a line of its own, without a step: training continued after this one."""
 

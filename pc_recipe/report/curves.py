@@ -11,9 +11,8 @@ import pandas as pd
 from pc.errors import UserError
 from pc_recipe.files.plots import label_tokens, short_tokens
 from pc_recipe.files.run_folder import read_environment
-from pc_recipe.files.run_log import RunLog
+from pc_recipe.files.run_log import VALIDATION, RunLog
 from pc_recipe.report import settings
-from pc_recipe.runs.sweep.spec import VALIDATION
 
 _REMEDY = "turn validation on with [validation] enable = true and a freq below the number of steps"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from pc.errors import UserError
 from pc_recipe.files import look
 from pc_recipe.files.run_folder import find_newest_checkpoint, read_state
-from pc_recipe.files.run_log import METRICS_FILE, read_log
+from pc_recipe.files.run_log import METRICS_FILE, VALIDATION, read_log
 
 
 def describe_outcome(run: Path) -> str:
@@ -30,7 +30,7 @@ def _describe_result(run: Path, step: int) -> str:
     except UserError:
         return f"Finished at step {step}."
     lines = {line["step"]: line for line in log if "loss" in line}
-    validated = [line["validation_loss"] for line in log if "validation_loss" in line]
+    validated = [line[VALIDATION] for line in log if VALIDATION in line]
     found = [f"train loss {_number(line['loss'])}" for line in list(lines.values())[-1:]]
     found += [f"validation loss {_number(loss)}" for loss in validated[-1:]]
     seconds, before = 0.0, 0

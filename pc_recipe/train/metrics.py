@@ -21,7 +21,7 @@ from torchtitan.tools.logging import logger
 
 from pc_recipe.config.rank_batches import RankBatches
 from pc_recipe.files import json_lines, look
-from pc_recipe.files.run_log import METRICS_FILE, describe_seconds, read_log
+from pc_recipe.files.run_log import METRICS_FILE, VALIDATION, describe_seconds, read_log
 from pc_recipe.train import slow_ranks
 from pc_recipe.train.loss_spikes import LossSpikes
 from pc_recipe.train.progress import Progress
@@ -45,7 +45,7 @@ class Loggers(LoggerContainer):
         "time_metrics/data_loading(s)": "data_loading_seconds",
         "memory/max_active(GiB)": "memory_active_gib",
         "memory/max_reserved(GiB)": "memory_reserved_gib",
-        "validation_metrics/loss": "validation_loss",
+        "validation_metrics/loss": VALIDATION,
     }
     """{TorchTitan's name: ours}. Its other names with "(" (a unit) are not logged."""
 

@@ -13,7 +13,7 @@ from helpers import tiny
 from helpers.ranks import run_ranks
 from pc.errors import UserError
 from pc_recipe.config import Config
-from pc_recipe.runs.sweep.spec import VALIDATION
+from pc_recipe.files.run_log import VALIDATION
 from pc_recipe.train.llama2 import Llama2, model_args
 from pc_recipe.train.optimizers import Optimizers
 

@@ -13,8 +13,8 @@ from pc.errors import UserError
 from pc_recipe.files import look
 from pc_recipe.files.plots import save, subplots
 from pc_recipe.files.run_folder import read_state
-from pc_recipe.files.run_log import RunLog
-from pc_recipe.runs.sweep.spec import VALIDATION, label
+from pc_recipe.files.run_log import VALIDATION, RunLog
+from pc_recipe.runs.sweep.spec import label
 
 
 def read_results(source: Path) -> list[dict]:

@@ -8,9 +8,9 @@ import pandas as pd
 
 from pc_recipe.files.atomic import write_atomically
 from pc_recipe.files.run_folder import read_state
-from pc_recipe.files.run_log import read_log
+from pc_recipe.files.run_log import VALIDATION, read_log
 from pc_recipe.runs.run import Run
-from pc_recipe.runs.sweep.spec import VALIDATION, Sweep
+from pc_recipe.runs.sweep.spec import Sweep
 from pc_recipe.train.loss_spikes import LossSpikes
 
 

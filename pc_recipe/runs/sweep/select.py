@@ -11,9 +11,10 @@ import tomli_w
 from pc.errors import UserError
 from pc_recipe.files import markdown
 from pc_recipe.files.atomic import write_atomically
+from pc_recipe.files.run_log import VALIDATION
 from pc_recipe.runs.sweep import points
 from pc_recipe.runs.sweep.results import collect
-from pc_recipe.runs.sweep.spec import VALIDATION, Sweep
+from pc_recipe.runs.sweep.spec import Sweep
 
 
 def select(sweep: Sweep) -> str:

@@ -31,9 +31,6 @@ from pc_recipe.config.run_key import all_values
 from pc_recipe.config.sections import Interval, Section, Text
 from pc_recipe.runs.run import Run
 
-VALIDATION = "validation_loss"
-"""what runs are compared by, as logged in metrics.jsonl"""
-
 
 class SweepConfig(Section):
     """The keys of a sweep's TOML; `parent` works as in any config."""
