@@ -52,6 +52,7 @@ def save(figure, path: str | Path, metadata: dict[str, str] | None = None) -> Pa
 def label_tokens(axes) -> None:
     """Label the x axis with training tokens in short form."""
     axes.set_xlabel("training tokens")
+    axes.locator_params("x", nbins=6)  # the labels are long
     axes.xaxis.set_major_formatter(lambda value, _: short_tokens(value))
 
 

@@ -97,9 +97,9 @@ def write(paths: Sequence[Path], output: Path, sweeps: Sequence[Path] = ()) -> s
         *points_of_sweeps,
         "<h2>Settings in which they differ</h2>",
         _list(differ or ["none"]),
-        *_more(logs),
         "<h2>What this does not show</h2>",
         f"<p>{escape(_ONE_SEED)}</p>",
+        *_more(logs),
     ]
     html.write(html.document(title, parts), output)
     _draw_picture(title, runs, rows, output.with_suffix(""))
