@@ -79,7 +79,7 @@ def from_folder(folder: Path) -> Converted:
     if bos == eos:  # GPT-2's: one of them separates documents
         bos = None
     if eos is None:
-        raise UserError(NO_EOS)
+        raise UserError(f"{NO_EOS}, by eos_token in {SETTINGS}")
     content, ids = json.loads(given), build(given).get_vocab(with_added_tokens=True)
     added = {entry["content"]: entry for entry in content["added_tokens"]}
     for name in filter(None, (bos, eos)):

@@ -179,7 +179,7 @@ def _require_whole(index: Metadata, sizes: dict[str, int], file: Path) -> None:
     stored = Counter[str]()
     for key, info in index.storage_data.items():
         if not 0 <= info.offset <= info.offset + info.length <= sizes[info.relative_path]:
-            raise Damaged(f"{file}: {key.fqn!r:.200} is in no place of {info.relative_path}")
+            raise Damaged(f"{file.with_name(info.relative_path)}: damaged, it does not hold {key.fqn!r:.200}")
         stored[key.fqn] += info.length
     for name, entry in index.state_dict_metadata.items():
         is_whole = isinstance(name, str) and name in stored

@@ -208,7 +208,7 @@ def test_a_torn_first_checkpoint_does_not_hide_the_start(tiny_config, plain):
 
 def test_initial_weights_of_another_model_are_refused(tiny_config, plain):
     config, _ = tiny_config
-    others = {"model.n_layers is 2 in": ["--model.n_layers", "1"], "tok_embeddings": ["--model.dim", "32"]}
+    others = {"model.n_layers is 2 in": ["--model.n_layers", "1"], "model.dim is 24 in": ["--model.dim", "32"]}
     found = run_ranks(1, _starts, config, [[*plain[0], *BASELINE, *words] for words in others.values()])[0]
     assert all(expected in message for (message, _), expected in zip(found, others, strict=True)), found
 

@@ -122,7 +122,8 @@ def make_equal(folder):
     """Token shards of one token, as the manifest says."""
     shard = write_shard(folder, "train", "00000", np.full(100, 7, np.uint16), documents=1)
     tokenizer = TokenizerRecord("made", "made", "", 8, None, 0)
-    Manifest(folder, 2, "uint16", {}, "made", tokenizer, {"train": [shard], "validation": []}).write()
+    source, shards = {"input": "made", "subset": None, "files": []}, {"train": [shard], "validation": []}
+    Manifest(folder, 2, "uint16", source, "made", tokenizer, shards).write()
     return folder
 
 
