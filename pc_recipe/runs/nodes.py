@@ -53,15 +53,16 @@ class Nodes:
 
     def rendezvous(self) -> tuple[list[str], dict[str, str]]:
         """Options of torchrun, and the environment of torchrun or of a rank without it (`meet_privately`)."""
+        place = [f"--nnodes={self.count}", f"--node-rank={self.rank}"]  # else PET_NNODES decides
         if self.count > 1:
-            place = [f"--nnodes={self.count}", f"--node-rank={self.rank}"]
             return [*place, f"--master-addr={self.master_addr}", f"--master-port={self.master_port}"], {_PLACE: ""}
         folder = tempfile.mkdtemp(dir=_private_folder().name)
-        options = ["--rdzv-backend=c10d", "--rdzv-conf=store_type=file", f"--rdzv-endpoint={folder}/torchrun"]
+        options = [*place, "--rdzv-backend=c10d", "--rdzv-conf=store_type=file", f"--rdzv-endpoint={folder}/torchrun"]
         environment = {
             _PLACE: folder,
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # else torchrun opens a store for its ranks
-            **{name: os.environ.get(name, "lo") for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")},
+            "GLOO_SOCKET_IFNAME": "lo",  # also where a cluster's profile names another, for several machines
+            "NCCL_SOCKET_IFNAME": "lo",
         }
         return [*options, f"--rdzv-id={uuid.uuid4()}", "--local-addr=127.0.0.1"], environment
 

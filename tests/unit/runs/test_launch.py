@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.distributed.run import parse_args
 from torchtitan.components.metrics import WandBLogger
 
 from helpers.tiny import ROOT
@@ -20,6 +21,7 @@ from pc_recipe.config import Config
 from pc_recipe.files.lock import is_locked, join_lock, lock
 from pc_recipe.plan import installed
 from pc_recipe.runs import launch
+from pc_recipe.runs.nodes import Nodes
 from pc_recipe.train import cpu
 from pc_recipe.train.upstream_config import JobConfig
 
@@ -70,8 +72,9 @@ def test_gpus_that_are_missing_or_that_torch_cannot_use(machine, monkeypatch):
 
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.soak)])
 def test_ranks_of_one_machine_listen_on_the_loopback_alone(machine, monkeypatch, tmp_path, processes):
-    """torch's stores of TCP listen everywhere, and what is in them is unpickled."""
+    """torch's stores of TCP listen everywhere, and what is in them is unpickled. A cluster's profile may name an interface."""
     machine(0)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "of_the_cluster")
     monkeypatch.setattr(launch, "TRAINER", "helpers.listens")
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{ROOT / 'tests'}")
     config = Config(job={"dump_folder": str(tmp_path)})
@@ -80,6 +83,12 @@ def test_ranks_of_one_machine_listen_on_the_loopback_alone(machine, monkeypatch,
     found = [json.loads((tmp_path / f"listens.{rank}.json").read_text()) for rank in range(processes)]
     assert found == [["127.0.0.1"]] * processes
     assert os.stat(environment["PC_MEETING_PLACE"]).st_mode & 0o077 == 0
+
+
+def test_torchrun_on_one_machine_waits_for_no_other(monkeypatch):
+    """Kubeflow, for example, sets this variable, which torchrun reads."""
+    monkeypatch.setenv("PET_NNODES", "2")
+    assert parse_args([*Nodes().rendezvous()[0], "program.py"]).nnodes == "1"
 
 
 def test_compiled_code_is_not_loaded_from_a_common_folder(monkeypatch, tmp_path):
