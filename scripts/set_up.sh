@@ -62,6 +62,8 @@ is_installed() {
 }
 
 install_project() {
+    # not by --constraint, which does not reach what packages are built with; beside what a container sets
+    export PIP_CONSTRAINT="${PIP_CONSTRAINT:-} constraints.txt" PIP_BUILD_CONSTRAINT=constraints.txt
     "$PYTHON" -m pip --version >/dev/null 2>&1 || "$PYTHON" -m ensurepip >/dev/null 2>&1 ||
         fail "$ENVIRONMENT has no pip; install pip there or deactivate it"
     # torch first, so that the pin decides and not a dependency
@@ -69,13 +71,13 @@ install_project() {
 sys.exit(not (2, 11) <= tuple(map(int, version("torch").split(".")[:2])) < (2, 16))' 2>/dev/null; then
         [[ "$(free_gib)" -ge 8 ]] || fail "8 GiB of free disk are needed to install torch; $ROOT has $(free_gib) GiB"
         echo "Installing torch 2.13.0 (once, some minutes)"
-        "$PYTHON" -m pip install --quiet --constraint "$ROOT/constraints.txt" torch==2.13.0 || fail "torch could not be installed; see above"
+        "$PYTHON" -m pip install --quiet torch==2.13.0 || fail "torch could not be installed; see above"
     fi
     [[ "$(free_gib)" -ge 2 ]] || fail "2 GiB of free disk are needed to install; $ROOT has $(free_gib) GiB"
     echo "Installing the project and its dependencies into $ENVIRONMENT"
     [[ "$ENVIRONMENT" == "$ROOT/.venv" ]] ||
         echo "It was active: packages in it change to the versions of constraints.txt. Deactivate it to have $ROOT/.venv instead"
-    "$PYTHON" -m pip install --quiet --constraint "$ROOT/constraints.txt" --editable "$ROOT$EXTRA" || fail "the project could not be installed; see above"
+    "$PYTHON" -m pip install --quiet --editable "$ROOT$EXTRA" || fail "the project could not be installed; see above"
     wanted >"$ENVIRONMENT/.pc-layer-installed$EXTRA"
 }
 

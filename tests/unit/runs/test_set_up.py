@@ -103,11 +103,23 @@ def test_no_file_of_the_folder_where_it_is_called_is_run(tmp_path):
     assert len(folders) >= 4 and set(folders) == {str(checkout)}
 
 
+def test_the_constraints_hold_also_for_what_packages_are_built_with(tmp_path):
+    checkout, environment = make_checkout(
+        tmp_path, 'case "$*" in *"pip install"*) echo "$PWD $PIP_CONSTRAINT $PIP_BUILD_CONSTRAINT";; esac'
+    )
+    done = run(checkout, environment, "--setup", PIP_CONSTRAINT="/of/a/container.txt")
+    assert f"\n{checkout} /of/a/container.txt constraints.txt constraints.txt\n" in done.stdout
+    assert "\nsetuptools==" in (ROOT / "constraints.txt").read_text()
+
+
 def test_what_others_publish_is_named_by_what_cannot_be_moved():
+    pinned = (ROOT / "constraints.txt").read_text()
     for file in (ROOT / ".github" / "workflows").iterdir():
         used = re.findall(r"uses: (\S+)", file.read_text())
         assert used and all(re.fullmatch(r"[\w/-]+@[0-9a-f]{40}", action) for action in used), used
         assert "permissions:\n  contents: read\n" in file.read_text()
+        for name in " ".join(re.findall(r"pip\"? install ([^&$\n]+)", file.read_text())).split():
+            assert "==" in name or f"\n{name}==" in pinned or name == "dist/*.whl", name
 
 
 def test_constraints_fit_the_requirements():
