@@ -113,6 +113,7 @@ def test_the_constraints_hold_also_for_what_packages_are_built_with(tmp_path):
 
 
 def test_what_others_publish_is_named_by_what_cannot_be_moved():
+    assert re.findall("repo: (.*)", (ROOT / ".pre-commit-config.yaml").read_text()) == ["local"]
     pinned = (ROOT / "constraints.txt").read_text()
     for file in (ROOT / ".github" / "workflows").iterdir():
         used = re.findall(r"uses: (\S+)", file.read_text())
