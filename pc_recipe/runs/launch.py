@@ -268,4 +268,6 @@ def build_environment(processes: int) -> dict[str, str]:
         "TORCHINDUCTOR_CACHE_DIR": os.path.expanduser("~/.cache/pc-layer"),
         "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0",  # of the CPU's kernels; they would lie in /tmp all the same
     }
-    return {**defaults, **keeps_memory, **os.environ, **own_code()}
+    # torchrun takes PET_NNODES, say, for its option --nnodes; Kubeflow sets such names
+    given = {name: value for name, value in os.environ.items() if not name.startswith("PET_")}
+    return {**defaults, **keeps_memory, **given, **own_code()}

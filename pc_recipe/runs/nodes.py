@@ -53,11 +53,11 @@ class Nodes:
 
     def rendezvous(self) -> tuple[list[str], dict[str, str]]:
         """Options of torchrun, and the environment of torchrun or of a rank without it (`meet_privately`)."""
-        place = [f"--nnodes={self.count}", f"--node-rank={self.rank}"]  # else PET_NNODES decides
         if self.count > 1:
+            place = [f"--nnodes={self.count}", f"--node-rank={self.rank}"]
             return [*place, f"--master-addr={self.master_addr}", f"--master-port={self.master_port}"], {_PLACE: ""}
         folder = tempfile.mkdtemp(dir=_private_folder().name)
-        options = [*place, "--rdzv-backend=c10d", "--rdzv-conf=store_type=file", f"--rdzv-endpoint={folder}/torchrun"]
+        options = ["--rdzv-backend=c10d", "--rdzv-conf=store_type=file", f"--rdzv-endpoint={folder}/torchrun"]
         environment = {
             _PLACE: folder,
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # else torchrun opens a store for its ranks

@@ -12,7 +12,6 @@ from unittest import mock
 
 import pytest
 import torch
-from torch.distributed.run import parse_args
 from torchtitan.components.metrics import WandBLogger
 
 from helpers.tiny import ROOT
@@ -21,7 +20,6 @@ from pc_recipe.config import Config
 from pc_recipe.files.lock import is_locked, join_lock, lock
 from pc_recipe.plan import installed
 from pc_recipe.runs import launch
-from pc_recipe.runs.nodes import Nodes
 from pc_recipe.train import cpu
 from pc_recipe.train.upstream_config import JobConfig
 
@@ -85,10 +83,11 @@ def test_ranks_of_one_machine_listen_on_the_loopback_alone(machine, monkeypatch,
     assert os.stat(environment["PC_MEETING_PLACE"]).st_mode & 0o077 == 0
 
 
-def test_torchrun_on_one_machine_waits_for_no_other(monkeypatch):
-    """Kubeflow, for example, sets this variable, which torchrun reads."""
-    monkeypatch.setenv("PET_NNODES", "2")
-    assert parse_args([*Nodes().rendezvous()[0], "program.py"]).nnodes == "1"
+@pytest.mark.parametrize("name, value", [("PET_NNODES", "2"), ("PET_STANDALONE", "1")])
+def test_torchrun_takes_no_options_from_outside(monkeypatch, name, value):
+    """With these it waits for another machine, or meets in a file of the current folder."""
+    monkeypatch.setenv(name, value)
+    assert name not in launch.build_environment(1)
 
 
 def test_compiled_code_is_not_loaded_from_a_common_folder(monkeypatch, tmp_path):
