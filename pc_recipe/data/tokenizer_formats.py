@@ -5,6 +5,7 @@ the library that the file is made for: over every entry of the vocabulary, alone
 """
 
 import json
+import os
 import random
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -150,6 +151,9 @@ def from_tiktoken(name: str) -> Converted:
     """One of tiktoken's named encodings, downloaded when first used. They have no BOS; EOS is `<|endoftext|>`."""
     import tiktoken
 
+    # Its own default lies in the common temporary folder, where another user may have put something else.
+    before = os.environ.get("DATA_GYM_CACHE_DIR", os.path.expanduser("~/.cache/pc-layer"))
+    os.environ.setdefault("TIKTOKEN_CACHE_DIR", before)
     try:
         encoding = tiktoken.get_encoding(name)
     except OSError as error:  # of the network; requests' errors are OSErrors

@@ -5,10 +5,12 @@ Each is compared with the library that its file is made for, which the project d
 
 import io
 import json
+import os
 import shutil
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import sentencepiece
@@ -211,6 +213,21 @@ def test_tiktokens_encodings_come_through_with_their_own_vocabularies(name, publ
     original = tiktoken.get_encoding(name)
     tokenizer = came_through(name, tmp_path, original.encode_ordinary, adds_bos=False).load_tokenizer()
     assert (tokenizer.eos_id, tokenizer.vocab_size) == (original.eot_token, original.n_vocab)
+
+
+def test_an_encoding_comes_from_no_common_folder(tmp_path, monkeypatch):
+    """tiktoken keeps them in the temporary folder of all, and would wait for a pipe there."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "common"))
+    (tmp_path / "common" / "data-gym-cache").mkdir(parents=True)
+    for place in CACHED.values():
+        os.mkfifo(tmp_path / "common" / "data-gym-cache" / place)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("DATA_GYM_CACHE_DIR", raising=False)
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", "")  # so that it is as before when the test ends
+    monkeypatch.delenv("TIKTOKEN_CACHE_DIR")
+    monkeypatch.setattr("tiktoken.load.read_file", Mock(side_effect=OSError("no network")))
+    with pytest.raises(UserError, match="no network"):
+        load_tokenizer("p50k_edit")
 
 
 @pytest.mark.soak
