@@ -84,7 +84,7 @@ def test_a_sweep_survives_a_killed_task(here, tmp_path):
     wait_for(lambda: job_field(f"{job}_0", "JobState") == "COMPLETED", sweep.folder)
     assert [job_field(f"{job}_{index}", "Restarts") for index in range(2)] == ["1", "0"]
     log = (sweep.folder / "slurm" / f"lr-{job}_0.log").read_text()
-    assert "crash 1 since the last checkpoint; requeueing" in log
+    assert "attempt 1 since the last checkpoint; requeueing" in log
     assert "Loading the checkpoint from" in log
     assert "optimizer.lr = " in select(sweep)
     chosen = tomllib.loads((sweep.folder / "selected-small.toml").read_text())
