@@ -13,7 +13,7 @@ from pc.errors import UserError
 from pc_recipe.files import look
 from pc_recipe.files.plots import save, subplots
 from pc_recipe.files.run_folder import read_state
-from pc_recipe.files.run_log import VALIDATION, RunLog
+from pc_recipe.files.run_log import VALIDATION, RunLog, unique_names
 from pc_recipe.runs.sweep.spec import label
 
 
@@ -83,7 +83,9 @@ def panels(results: Sequence[dict], baselines: Sequence[RunLog] = ()) -> dict[st
     ]
     names = [label({key: one[key] for key in varied if key in one}) or "as it is" for one in every]
     runs = pd.DataFrame(results).reindex(columns=["config", VALIDATION, "spikes"]).assign(setting=names)
-    by_config = {Path(config).stem: group for config, group in runs.groupby("config", sort=False)}
+    groups = dict(list(runs.groupby("config", sort=False)))
+    titles = unique_names([Path(config).with_suffix("") for config in groups])
+    by_config = dict(zip(titles, groups.values(), strict=True))
     if baselines and len(baselines) != len(by_config):
         raise UserError(
             f"{len(baselines)} runs given beside the sweep, {len(by_config)} needed: one for each of {', '.join(by_config)}"

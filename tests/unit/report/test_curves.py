@@ -57,11 +57,11 @@ def test_a_run_without_validation_is_named(tmp_path, lines):
 
 def test_points_of_sweeps(tmp_path):
     results = [
-        {"config": "a.toml", "settings": {"pc.blocks": ["ffn", "o"]}, "validation_loss": 3.0, "spikes": 0},
-        {"config": "a.toml", "settings": {"pc.blocks": ["ffn"]}, "validation_loss": 3.1, "spikes": 2},
-        {"config": "a.toml", "settings": {"pc.blocks": ["ffn"]}, "validation_loss": 3.2, "spikes": 0},
-        {"config": "b.toml", "settings": {"optimizer.lr": 3e-4}, "validation_loss": 2.9, "spikes": 0},
-        {"config": "c.toml", "settings": {}, "validation_loss": None, "spikes": 1},
+        {"config": "adamw/a.toml", "settings": {"pc.blocks": ["ffn", "o"]}, "validation_loss": 3.0, "spikes": 0},
+        {"config": "adamw/a.toml", "settings": {"pc.blocks": ["ffn"]}, "validation_loss": 3.1, "spikes": 2},
+        {"config": "adamw/a.toml", "settings": {"pc.blocks": ["ffn"]}, "validation_loss": 3.2, "spikes": 0},
+        {"config": "adamw/b.toml", "settings": {"optimizer.lr": 3e-4}, "validation_loss": 2.9, "spikes": 0},
+        {"config": "muon/b.toml", "settings": {}, "validation_loss": None, "spikes": 1},
     ]
     folders = tmp_path / "adamw" / "lr", tmp_path / "muon" / "lr"
     for folder in folders:
@@ -73,7 +73,7 @@ def test_points_of_sweeps(tmp_path):
     baselines = [write_run(tmp_path / name, validations([3.3])) for name in ("one", "two", "three")]
     page = page_of(baselines, folders[:1])
     assert ">two, 3.3000<" in page and "<h2>Losses</h2>" in page
-    with pytest.raises(UserError, match="1 runs given beside the sweep, 3 needed: one for each of a, b, c"):
+    with pytest.raises(UserError, match="1 runs given beside .* 3 needed: one for each of adamw/a, adamw/b, muon/b"):
         page_of(baselines[:1], folders)
     with pytest.raises(UserError, match="results.jsonl"):
         points.read_results(tmp_path / "one")
