@@ -42,6 +42,8 @@ class CheckResult:
     warnings: list[str] = field(default_factory=list)
     can_build: bool = True
     """Whether its model can be built."""
+    start: str | None = None
+    """What weights a new run starts from; None if it goes on or starts from none."""
     train: dict[str, Manifest | None] = field(default_factory=dict)
     """{folder of training data: what it says of itself, None if it is missing}"""
     validation: dict[str, Manifest | None] = field(default_factory=dict)
@@ -78,10 +80,12 @@ def check_settings(config: Config) -> CheckResult:
     result.can_build = not result.errors
     _check_steps(result, config)
     _try(result, require_wandb, config)
-    _check_resume(result, config)
-    start = _start_of(config)
-    if start and not look.is_there(start):
-        result.add_error(f"checkpoint.initial_load_path: {start} does not exist")
+    if config.checkpoint.enable and find_newest_checkpoint(Path(config.job.dump_folder)):
+        _check_resume(result, config)
+    elif config.checkpoint.enable:
+        result.start = config.checkpoint.initial_load_path
+    if result.start and not look.is_there(result.start):
+        result.add_error(f"checkpoint.initial_load_path: {result.start} does not exist")
     return result
 
 
@@ -207,8 +211,6 @@ def _check_steps(result: CheckResult, config: Config) -> None:
 def _check_resume(result: CheckResult, config: Config) -> None:
     """Whether the run in its folder can go on with these weights; its checkpoint is asked again, after seconds."""
     folder = Path(config.job.dump_folder)
-    if not (config.checkpoint.enable and find_newest_checkpoint(folder)):
-        return
     try:
         before = run_key.weights_key(load_config(folder / "config.toml"))
     except UserError:  # of an older version
@@ -221,19 +223,12 @@ def _check_resume(result: CheckResult, config: Config) -> None:
         )
 
 
-def _start_of(config: Config) -> str | None:
-    """What a new run starts from, if this is one."""
-    section = config.checkpoint
-    start = section.initial_load_path if section.enable else None
-    return start if start and not find_newest_checkpoint(Path(config.job.dump_folder)) else None
-
-
 def _check_start(result: CheckResult, config: Config) -> None:
     """Whether what a new run starts from has the format that it says, and the data's tokenizer."""
     from pc_recipe.train import run_tokenizer
     from pc_recipe.train.checkpoint_folder import CheckpointFolder
 
-    section, start = config.checkpoint, _start_of(config)
+    section, start = config.checkpoint, result.start
     if not start or not look.is_there(start):
         return
     try:
