@@ -3,7 +3,8 @@
 Usage: python scripts/score.py [NAME=]MODEL... [--data DIR] [--limit N] [--output DIR] [--tasks a,b]
 
 MODEL is a run, a checkpoint of it (RUN/checkpoint/step-N) or a Hugging Face folder. Alternate baseline and preconditioned
-models: the better of each pair is marked, if its lead exceeds a paired standard error. A repeated command scores only what is missing.
+models: the better of each pair is marked, if its lead exceeds a paired standard error. A repeated command scores only
+what is missing.
 """
 
 import argparse

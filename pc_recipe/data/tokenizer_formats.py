@@ -152,8 +152,8 @@ def from_tiktoken(name: str) -> Converted:
     import tiktoken
 
     # Its own default lies in the common temporary folder, where another user may have put something else.
-    before = os.environ.get("DATA_GYM_CACHE_DIR", os.path.expanduser("~/.cache/pc-layer"))
-    os.environ.setdefault("TIKTOKEN_CACHE_DIR", before)
+    cache = os.environ.get("DATA_GYM_CACHE_DIR", os.path.expanduser("~/.cache/pc-layer"))
+    os.environ.setdefault("TIKTOKEN_CACHE_DIR", cache)
     try:
         encoding = tiktoken.get_encoding(name)
     except OSError as error:  # of the network; requests' errors are OSErrors

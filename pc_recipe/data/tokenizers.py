@@ -163,7 +163,7 @@ def _convert(name: str, path: Path) -> Converted:
     elif look.is_file(path / FILE):
         return tokenizer_formats.from_folder(path)
     content, reason = look.read(path / SENTENCEPIECE if look.is_folder(path) else path), "there is no such file"
-    if content:
+    if content is not None:
         try:
             return tokenizer_formats.from_sentencepiece(content)
         except RuntimeError as error:
