@@ -111,15 +111,16 @@ class Watch(Arm):
         """What an arm makes of the weights after the optimizer's step; `before` has them before it."""
 
     def _describe(self, name: str) -> dict[str, Any]:
-        weight, before, raw = self.value(name), self.before[name], raw_weights(self.optimizers).get(name)
+        # On the CPU, where decompositions of such small matrices are faster than on a GPU.
+        weight, before, raw = self.value(name).cpu(), self.before[name].cpu(), raw_weights(self.optimizers).get(name)
         change, norm = (weight - before).double(), before.double().norm()
         ratios = {"norm": _short(change.norm() / norm), "top": _short(singular_values(change)[-1] / norm)}
         numbers = {"weight": describe(weight, every_value=name in self.turned), "change": ratios}
         if raw is not None:
-            numbers["raw"] = describe(raw)
+            numbers["raw"] = describe(raw.cpu())
         if gain := NORM_BEFORE.get(block_of(name) or ""):
             layer = name.rsplit(".", 2)[0]
-            numbers["after_gain"] = describe(weight * self.value(f"{layer}.{gain}"))
+            numbers["after_gain"] = describe(weight * self.value(f"{layer}.{gain}").cpu())
         return numbers
 
 
@@ -158,12 +159,12 @@ class Dial(WithoutPC):
         self.scale = Reference(scale, self.turned) if scale else None
         with torch.no_grad():
             for name in self.turned:
-                self.value(name).copy_(self.projected(name, self.value(name), 0))
+                self.value(name).copy_(self.projected(name, self.value(name).cpu(), 0))
 
     @torch.no_grad()
     def change(self, step: int) -> None:
         for name in self.turned:
-            weight, before = self.value(name), self.before[name]
+            weight, before = self.value(name).cpu(), self.before[name].cpu()
             change, stepped = weight - before, weight
             if self.scale is not None and change.any():
                 length = self.scale.at(name, step, "change") * before.norm()
@@ -171,9 +172,10 @@ class Dial(WithoutPC):
                 tried = self.projected(name, before + factor * change, step)
                 # the projection takes a part of the step, so the second is as much longer as the first was too short
                 stepped = before + factor * length / (tried - before).norm() * change
-            weight.copy_(self.projected(name, stepped, step))
+            self.value(name).copy_(self.projected(name, stepped, step))
 
     def projected(self, name: str, weight: Tensor, step: int) -> Tensor:
+        """Of a weight on the CPU, where the references are."""
         u, sigma, vt = torch.linalg.svd(weight, full_matrices=False)
         wanted = self.spectrum.at(name, step, "spectrum").pow(self.power)
         norm = sigma.norm() if self.scale is None else self.scale.at(name, step, "norm")
