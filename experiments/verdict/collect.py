@@ -2,8 +2,8 @@
 
 python -m experiments.verdict.collect 20 outputs/sweeps/verdict_a_* outputs/sweeps/verdict_more_*
 
-The first word is the study: 5, 20, cells, 40 or width-32. A row is one of `python -m experiments collect`, and `matrices`: the
-lines of the run's log (`experiments.verdict.arms`) at its start, thirds and end, without the singular values.
+The first word is the study: 5, 20, again, cells, 40 or width-32. A row is one of `python -m experiments collect`, and `matrices`:
+the last line of the run's log (`experiments.verdict.arms`), without the singular values.
 """
 
 import argparse
@@ -19,16 +19,12 @@ from pc_recipe.files.atomic import write_atomically
 FOLDER = Path("experiments/verdict")
 
 
-def matrices_of(run: Path) -> list[dict]:
-    """Rounded to five digits, so that the rows of all runs stay small."""
-    log = read_log(run)
-    steps = list(log)
-    places = [min(steps, key=lambda step: abs(step - third * steps[-1] / 3)) for third in range(4)]
-    kept: list[dict] = [{"step": step, "matrices": log[step]} for step in dict.fromkeys(places)]
-    for line in kept:
-        for numbers in line["matrices"].values():
-            numbers["weight"].pop("sigma", None)
-    return json.loads(json.dumps(kept), parse_float=lambda text: float(f"{float(text):.5g}"))
+def matrices_of(run: Path) -> dict:
+    """{layer: numbers} at the run's end, rounded to five digits, so that the rows of all runs stay small."""
+    matrices = list(read_log(run).values())[-1]
+    for numbers in matrices.values():
+        numbers["weight"].pop("sigma", None)
+    return json.loads(json.dumps(matrices), parse_float=lambda text: float(f"{float(text):.5g}"))
 
 
 @exit_on_user_error
