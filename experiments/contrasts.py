@@ -53,7 +53,7 @@ def contrast_table(runs: pd.DataFrame, preregistration: Preregistration) -> str:
     rows = []
     for question in preregistration.questions:
         samples = [_samples(losses, arm, other, preregistration.paired) for arm, other in question.contrasts]
-        tests = [_test(*sample, preregistration.paired) for sample in samples]
+        tests = [test_of(*sample, preregistration.paired) for sample in samples]
         corrected = holm([1.0 if test is None else test.pvalue for test in tests])
         for (arm, reference), sample, test, p in zip(question.contrasts, samples, tests, corrected):
             if min(map(len, sample)) > 1:
@@ -71,8 +71,8 @@ def _samples(losses: pd.DataFrame, arm: str, reference: str, paired: bool) -> tu
     return both[arm].dropna(), both[reference].dropna()
 
 
-def _test(arm: pd.Series, reference: pd.Series, paired: bool) -> Any:
-    """Student's or Welch's test; None if a run diverged or a sample has less than two."""
+def test_of(arm: pd.Series, reference: pd.Series, paired: bool) -> Any:
+    """Student's test of the differences by seed, or Welch's; None if a run diverged or a sample has less than two."""
     if min(len(arm), len(reference)) < 2 or not np.isfinite([*arm, *reference]).all():
         return None
     return stats.ttest_rel(arm, reference) if paired else stats.ttest_ind(arm, reference, equal_var=False)

@@ -6,41 +6,51 @@ A number is written there as {study[arms].quantity:rounding}. `arms` is an arm, 
 
 import math
 import tomllib
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 from scipy import stats
 
+from experiments.contrasts import read_preregistration, test_of
 from experiments.evidence import CONDITION, Experiment, curve, read_experiments, without_tuning_seeds
 from pc_recipe.files.run_log import VALIDATION
 from pc_recipe.report.curves import speedup
 
 FOLDER = Path(__file__).parent
-FOLDERS = ("conditioning", "rivals", "rivals/again", "regime", "small")
-AT_A_QUARTER = 1.7856
-"""Final loss of the baseline of cell-20 with a quarter of the tokens: a pilot of experiments/verdict, one seed."""
+FOLDERS = ("conditioning", "rivals", "rivals/again", "regime", "small", "verdict")
 
 
 class Tested:
-    """An arm, or its difference to another by seed, on the seeds that chose no rate.
+    """An arm, or its difference to another, on the seeds that chose no rate.
 
-    Formatted, its mean and 95 % interval (Student), of a difference without signs unless the rounding begins with "+".
-    Quantities: `mean`; `by`, its size; `sd` over `n` seeds; `bits` per byte; of an arm the condition number at its `end`, and
-    its `path`, "start to end (largest)", means over seeds; of a difference `fewer`, how many times fewer tokens the arm needs.
+    Formatted, its mean and 95 % interval by the study's plan, of a difference without signs unless the rounding begins
+    with "+". Quantities: `mean`; `by`, its size; of an arm its `losses`, `sd` over `n` seeds, `bits` per byte, the condition
+    number at its `end`, and its `path`, "start to end (largest)", means over seeds; of a difference `fewer`, how many times
+    fewer tokens the arm needs, by seed.
+
+    Args:
+        paired: whether differences are by seed (Student), or of two groups (Welch).
     """
 
-    def __init__(self, experiment: Experiment, key: str) -> None:
+    def __init__(self, experiment: Experiment, paired: bool, key: str) -> None:
         arms, _, at = key.partition(" at ")
         arm, *others = arms.split(" - ")
-        logs = _logs(experiment, arm)
-        self.values = logs.map(lambda log: _loss(log, experiment, at))
+        self.experiment, logs = experiment, _logs(experiment, arm)
+        self.losses = values = logs.map(lambda log: _loss(log, experiment, at))
+        self.mean, self.sd, self.n = values.mean(), values.std(), len(values)
+        self._test: Callable[[], Any] = partial(stats.ttest_1samp, values, 0)
         for other in others:
-            both = pd.concat([_logs(experiment, other), logs], axis=1).dropna()
+            of_other = _logs(experiment, other)
+            both = pd.concat([of_other, logs], axis=1).dropna()
             losses = [[curve(log, VALIDATION) for log in pair] for pair in both.itertuples(index=False)]
             self.fewer = pd.Series([speedup(*pair) for pair in losses]).mean()
-            self.values = (self.values - both.iloc[:, 0].map(lambda log: _loss(log, experiment, at))).dropna()
-        self.mean, self.sd, self.n = self.values.mean(), self.values.std(), len(self.values)
+            subtracted = of_other.map(lambda log: _loss(log, experiment, at))
+            pair = (values[both.index], subtracted[both.index]) if paired else (values, subtracted)
+            self.mean, self.n = pair[0].mean() - pair[1].mean(), len(pair[0])
+            self._test = partial(test_of, *pair, paired)
         self.is_difference = bool(others)
         self.by, self.bits = abs(self.mean), self.mean / math.log(2)
         conditions = pd.concat([curve(log, CONDITION[0]) for log in logs], axis=1).mean(axis=1)
@@ -49,8 +59,13 @@ class Tested:
         if conditions.max() > self.end:
             self.path += f" ({conditions.max():.1f})"
 
+    @property
+    def interval(self) -> Any:
+        """Of 95 %, with `low` and `high`; of one seed not a number."""
+        return self._test().confidence_interval()
+
     def __format__(self, rounding: str) -> str:
-        ends = stats.ttest_1samp(self.values, 0).confidence_interval()
+        ends = self.interval
         numbers = [self.mean, *ends]
         if self.is_difference and self.mean < 0 and not rounding.startswith("+"):
             numbers = [-self.mean, -ends.high, -ends.low]
@@ -59,19 +74,21 @@ class Tested:
 
     @property
     def effective(self) -> float:
-        """Tokens that the baseline would need for this loss / those of the arm, on the power law through two ends of its decay."""
-        baseline = studies()["cell-20"]["baseline"].mean
-        return math.exp(math.log(baseline / self.mean) / (math.log(AT_A_QUARTER / baseline) / math.log(4)))
+        """Tokens that its study's baseline would need for this loss / those of the arm, on the power law through the ends of
+        baselines of 5 and of 20 tokens per parameter."""
+        short, long = studies()["verdict-5"]["baseline"].mean, studies()["verdict-20"]["baseline"].mean
+        power = math.log(short / long) / math.log(4)
+        return math.exp(math.log(Tested(self.experiment, True, "baseline").mean / self.mean) / power)
 
 
 class Study(dict):
     """{arms: Tested} of one experiment, each made when it is asked for."""
 
-    def __init__(self, experiment: Experiment) -> None:
-        self.experiment = experiment
+    def __init__(self, experiment: Experiment, paired: bool) -> None:
+        self.experiment, self.paired = experiment, paired
 
     def __missing__(self, key: str) -> Tested:
-        self[key] = Tested(self.experiment, key)
+        self[key] = Tested(self.experiment, self.paired, key)
         return self[key]
 
 
@@ -92,7 +109,13 @@ def _loss(log: pd.DataFrame, experiment: Experiment, at: str) -> float:
 
 @cache
 def studies() -> dict[str, Study]:
-    return {one.study: Study(one) for name in FOLDERS for one in read_experiments(FOLDER / name)}
+    """By the studies' names; those of the verdict, which are numbers of tokens, after "verdict-"."""
+    found = {}
+    for name in FOLDERS:
+        paired = read_preregistration(FOLDER / name).paired
+        for one in read_experiments(FOLDER / name):
+            found[f"verdict-{one.study}" if name == "verdict" else one.study] = Study(one, paired)
+    return found
 
 
 def of_pages() -> dict[str, list[str]]:

@@ -314,7 +314,7 @@ def _late(values: pd.Series, experiment: Experiment) -> pd.Series:
 
 
 def report(folder: Path) -> list[Path]:
-    """Write tables.md and a figure for each study, from `folder`/runs.jsonl and its plan."""
+    """Write tables.md and a figure for each study with an arm beside its reference on several seeds, from `folder`/runs.jsonl and its plan."""
     preregistration = read_preregistration(folder)
     studies: dict[str, list[Experiment]] = {}
     for experiment in read_experiments(folder):
@@ -329,5 +329,9 @@ def report(folder: Path) -> list[Path]:
     write_atomically(folder / "tables.md", text + NOTES.format(margin=preregistration.margin))
     return [
         folder / "tables.md",
-        *(plot(experiments, folder / study, digest(folder)) for study, experiments in studies.items()),
+        *(
+            plot(experiments, folder / study, digest(folder))
+            for study, experiments in studies.items()
+            if any(len(pair) > 1 for one in experiments for pair in one.pairs())
+        ),
     ]
