@@ -15,9 +15,12 @@ EVIDENCE = (
     ("30.0", "micro, AdamW, 0.96 tokens per parameter", "-0.037 per token", "-0.248 to +0.175"),
     ("29.2", "nano, AdamW, 1.5 tokens per parameter", "-0.105 per token", "-0.165 to -0.045"),
     ("28.3", "conditioning, AdamW, 20 tokens per parameter", "-0.048 per byte", "-0.056 to -0.041"),
+    ("28.2", "verdict, AdamW, 20 tokens per parameter", "-0.051 per byte", "-0.060 to -0.042"),
     ("19.9", "micro, AdamW, at another rate of the baseline", "+0.046 per token", "-0.014 to +0.105"),
     ("13.9", "nano, AdamW, four times the tokens", "+0.010 per token", "-0.061 to +0.081"),
+    ("6.8", "verdict, MuonH, 20 tokens per parameter", "-0.012 per byte", "-0.016 to -0.008"),
     ("6.7", "regime, AdamW, 157 tokens per parameter", "+0.003 per byte", "-0.004 to +0.010"),
+    ("6.5", "verdict, Muon, 20 tokens per parameter", "-0.004 per byte", "-0.007 to -0.001"),
     ("6.0", "micro, Muon, 0.96 tokens per parameter", "+0.095 per token", "-0.018 to +0.209"),
 )
 _HIGH, _LOW = 28, 20
@@ -127,19 +130,19 @@ def advice(found: Conditioning) -> str:
     value = condition(changed)
     if value > _HIGH:
         said = (
-            f"All three baselines of ours that ended above {_HIGH} were lower with PC, one of them not significantly. So PC may "
+            f"All four baselines of ours that ended above {_HIGH} were lower with PC, one of them not significantly. So PC may "
             "be worth a try here, after the learning rate is tuned without it."
         )
     elif value >= _LOW:
         said = f"We do not know: no baseline of ours that was compared with PC ended between {_LOW} and {_HIGH}."
     else:
         said = (
-            f"None of our baselines that ended below {_LOW} was lower with PC at the end; the paper's 1B ended at 17 and gained. "
-            "So we do not know."
+            f"Of our baselines that ended below {_LOW} none under AdamW was lower with PC at the end; the paper's 1B ended at 17 and "
+            "gained. Under Muon and MuonH a little, in the one study that decides it. So we do not know."
         )
     return (
         f"Will PC help? {said} This is a hypothesis from small and mostly short runs (widths 32 to 256; docs/evidence.md), "
-        "not a promise: that bad conditioning is why is not shown. It is about training from the start, not about these weights. "
+        "not a promise; bad conditioning was part of why in the one study of it. It is about training from the start, not about these weights. "
         "PC has no lower bound, as its maps take 0 to 0: a measurement, not a certificate."
     )
 

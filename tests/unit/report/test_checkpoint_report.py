@@ -12,6 +12,7 @@ from torch import nn
 
 import pc
 from experiments.evidence import read_experiments, without_tuning_seeds
+from experiments.numbers import studies
 from helpers.tiny import ROOT
 from pc import maps, polynomial
 from pc.blocks import BLOCK_SUFFIXES
@@ -318,3 +319,13 @@ def test_the_runs_that_the_advice_rests_on():
         logs = without_tuning_seeds(baseline[baseline.best]).log
         last = [log["spectra/gmcn/pc"].dropna().iloc[-1] for log in logs]
         assert of[label] == pytest.approx(sum(last) / len(last), abs=0.06), label
+    study = studies()["verdict-20"]
+    for optimizer, base, arm in (
+        ("AdamW", "baseline", "level-4"),
+        ("Muon", "muon", "muon-level-2"),
+        ("MuonH", "MuonH", "MuonH-level-2"),
+    ):
+        change = study[f"{arm} - {base}"]
+        interval = f"{change.interval.low:+.3f} to {change.interval.high:+.3f}"
+        label = f"verdict, {optimizer}, 20 tokens per parameter"
+        assert (f"{study[base].end:.1f}", label, f"{change.mean:+.3f} per byte", interval) in words.EVIDENCE
