@@ -16,6 +16,7 @@ EVIDENCE = (
     ("29.2", "nano, AdamW, 1.5 tokens per parameter", "-0.105 per token", "-0.165 to -0.045"),
     ("28.3", "conditioning, AdamW, 20 tokens per parameter", "-0.048 per byte", "-0.056 to -0.041"),
     ("28.2", "verdict, AdamW, 20 tokens per parameter", "-0.051 per byte", "-0.060 to -0.042"),
+    ("28.0", "verdict, AdamW, 5 tokens per parameter", "-0.165 per byte", "-0.178 to -0.151"),
     ("19.9", "micro, AdamW, at another rate of the baseline", "+0.046 per token", "-0.014 to +0.105"),
     ("13.9", "nano, AdamW, four times the tokens", "+0.010 per token", "-0.061 to +0.081"),
     ("6.8", "verdict, MuonH, 20 tokens per parameter", "-0.012 per byte", "-0.016 to -0.008"),
@@ -128,10 +129,10 @@ def advice(found: Conditioning) -> str:
     if not changed:
         return "Will PC help? We do not know."
     value = condition(changed)
-    if value > _HIGH:
+    if value >= _HIGH:
         said = (
-            f"All four baselines of ours that ended above {_HIGH} were lower with PC, one of them not significantly. So PC may "
-            "be worth a try here, after the learning rate is tuned without it."
+            f"All five baselines of ours that ended at {_HIGH} or more were lower with PC, one of them not significantly. So PC "
+            "may be worth a try here, after the learning rate is tuned without it."
         )
     elif value >= _LOW:
         said = f"We do not know: no baseline of ours that was compared with PC ended between {_LOW} and {_HIGH}."
@@ -142,7 +143,8 @@ def advice(found: Conditioning) -> str:
         )
     return (
         f"Will PC help? {said} This is a hypothesis from small and mostly short runs (widths 32 to 256; docs/evidence.md), "
-        "not a promise; bad conditioning was part of why in the one study of it. It is about training from the start, not about these weights. "
+        "not a promise; in the one study that changed nothing but singular values, of very short runs, bad conditioning was part "
+        "of why. It is about training from the start, not about these weights. "
         "PC has no lower bound, as its maps take 0 to 0: a measurement, not a certificate."
     )
 

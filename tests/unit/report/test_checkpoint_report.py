@@ -319,13 +319,14 @@ def test_the_runs_that_the_advice_rests_on():
         logs = without_tuning_seeds(baseline[baseline.best]).log
         last = [log["spectra/gmcn/pc"].dropna().iloc[-1] for log in logs]
         assert of[label] == pytest.approx(sum(last) / len(last), abs=0.06), label
-    study = studies()["verdict-20"]
-    for optimizer, base, arm in (
-        ("AdamW", "baseline", "level-4"),
-        ("Muon", "muon", "muon-level-2"),
-        ("MuonH", "MuonH", "MuonH-level-2"),
+    for optimizer, base, arm, tokens in (
+        ("AdamW", "baseline", "level-4", 5),
+        ("AdamW", "baseline", "level-4", 20),
+        ("Muon", "muon", "muon-level-2", 20),
+        ("MuonH", "MuonH", "MuonH-level-2", 20),
     ):
+        study = studies()[f"verdict-{tokens}"]
         change = study[f"{arm} - {base}"]
         interval = f"{change.interval.low:+.3f} to {change.interval.high:+.3f}"
-        label = f"verdict, {optimizer}, 20 tokens per parameter"
+        label = f"verdict, {optimizer}, {tokens} tokens per parameter"
         assert (f"{study[base].end:.1f}", label, f"{change.mean:+.3f} per byte", interval) in words.EVIDENCE
