@@ -29,7 +29,7 @@ SECONDS_OF_ONE_WISH = 1.0
 
 GLIBC_KEEPS_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_TOP_PAD_": str(2**26)}
 """Otherwise the C library returns every freed large tensor to the kernel, which clears the pages of the next one: some
-15 % of CPU time, and more through cache misses (docs/performance.md)."""
+15 % of CPU time, and more through cache misses."""
 
 STEPS_ALONE = (
     "--validation.enable=false --checkpoint.enable=false --metrics.enable_tensorboard=false "
