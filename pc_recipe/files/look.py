@@ -79,28 +79,27 @@ def _status(path: str | os.PathLike, follow: bool = True) -> os.stat_result | No
         return None
 
 
-def names(folder: str | os.PathLike) -> list[str]:
-    """Of all that is in a folder, sorted; none if there is no folder."""
+def _entries(folder: str | os.PathLike) -> list[os.DirEntry[str]]:
+    """All that is in a folder; none if there is no folder."""
     try:
-        return sorted(patiently(lambda: os.listdir(folder), folder))
+        return patiently(lambda: list(os.scandir(os.fspath(folder))), folder)
     except FileNotFoundError:
         return []
     except NotADirectoryError:
         raise UserError(f"{folder} should be a folder") from None
 
 
+def names(folder: str | os.PathLike) -> list[str]:
+    """Of all that is in a folder, sorted; none if there is no folder."""
+    return sorted(entry.name for entry in _entries(folder))
+
+
 def everything_in(folder: str | os.PathLike) -> Iterator[os.DirEntry[str]]:
     """All that is in a folder and the folders in it; nothing if there is no folder."""
-    try:
-        entries = patiently(lambda: list(os.scandir(os.fspath(folder))), folder)
-    except FileNotFoundError:
-        return
-    except NotADirectoryError:
-        raise UserError(f"{folder} should be a folder") from None
-    for entry in entries:
+    for entry in _entries(folder):
         yield entry
         if entry.is_dir(follow_symlinks=False):
-            yield from everything_in(entry)
+            yield from everything_in(entry.path)
 
 
 def refuse(error: OSError) -> None:
@@ -110,8 +109,7 @@ def refuse(error: OSError) -> None:
 
 def files_below(folder: str | os.PathLike) -> list[Path]:
     """All files in a folder and the folders in it, sorted; none if there is no folder."""
-    walk = os.walk(Path(folder), onerror=refuse) if is_folder(folder) else ()
-    return sorted(file for where, _, names in walk for name in names if is_file(file := Path(where, name)))
+    return sorted(Path(entry) for entry in everything_in(folder) if is_file(entry))
 
 
 def read(file: str | os.PathLike) -> bytes | None:

@@ -15,8 +15,8 @@ ASKED = {  # function, what it says where there is nothing, what it asks the sys
     "is_there": (look.is_there, False, "stat"),
     "is_file": (look.is_file, False, "stat"),
     "is_folder": (look.is_folder, False, "stat"),
-    "names": (look.names, [], "listdir"),
-    "files_below": (look.files_below, [], "stat"),
+    "names": (look.names, [], "scandir"),
+    "files_below": (look.files_below, [], "scandir"),
 }
 
 
@@ -48,7 +48,7 @@ def test_a_refusal_is_not_nothing(tmp_path, monkeypatch, name, number):
 def test_an_error_that_passes_is_none(tmp_path, monkeypatch):
     monkeypatch.setattr(look, "PAUSES", (0.0, 0.0))
     (tmp_path / "file").write_text("text")
-    for call in ("stat", "listdir"):
+    for call in ("stat", "scandir"):
         left = refuse(monkeypatch, call, errno.EIO, times=2)
         assert look.is_file(tmp_path / "file") and look.names(tmp_path) == ["file"]
         assert not left
