@@ -185,9 +185,7 @@ class GlobalOrderLoader(Stateful):
         return {"position": self.position, "identity": json.dumps(self._settings, sort_keys=True)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Raises UserError if a setting differs; {} leaves the loader at its start."""
-        if not state_dict:
-            return
+        """Raises UserError if a setting differs."""
         saved = json.loads(state_dict["identity"])
         for key, current in self._settings.items():
             if saved.get(key) != current:

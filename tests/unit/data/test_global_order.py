@@ -81,7 +81,7 @@ def test_resume_goes_on_with_the_next_sequence(build, order):
     """2 → 4 → 1 ranks, each stopped at a random batch, with another micro-batch; some is read ahead and not used."""
     for trial in range(30):
         choose = random.Random(trial)
-        got, state = [], {}
+        got, state = [], build().state_dict()
         for ranks in (2, 4, 1):
             settings = {"dp_world_size": ranks, "local_batch_size": choose.randint(1, 3)}
             loaders = [build(dp_rank=rank, **settings) for rank in range(ranks)]

@@ -55,7 +55,7 @@ def test_a_mixture_takes_each_folders_own_order(folders):
 def test_a_mixture_continues_exactly_on_another_number_of_ranks(folders):
     weights = {folders[0]: 0.7, folders[1]: 0.3}
     order = take(GlobalOrderLoader(weights, **SETTINGS), 150)
-    got, state, choose = [], {}, random.Random(0)
+    got, state, choose = [], GlobalOrderLoader(weights, **SETTINGS).state_dict(), random.Random(0)
     for ranks in (2, 4, 1):
         batch = choose.randint(2, 3)
         own = {"dp_world_size": ranks, "local_batch_size": batch}
