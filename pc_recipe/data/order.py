@@ -13,8 +13,6 @@ ROUNDS = 6
 
 def shuffled(position: int, n: int, seed: int, epoch: int) -> int:
     """The item at `position` in the shuffle of 0 … n - 1 for this seed and epoch."""
-    if not 0 <= position < n:
-        raise IndexError(f"position {position} of {n}")
     half = max(1, ((n - 1).bit_length() + 1) // 2)  # bits
     mask = (1 << half) - 1
     keys = _round_keys(seed, epoch)

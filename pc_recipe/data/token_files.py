@@ -109,8 +109,7 @@ class TokenStream:
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Tokens start … stop - 1, possibly from several shards [stop - start]."""
-        pieces = list(self._pieces(start, stop))
-        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+        return np.concatenate(list(self._pieces(start, stop)))
 
     def _pieces(self, start: int, stop: int) -> Iterator[np.ndarray]:
         number = bisect_right(self.ends, start)
