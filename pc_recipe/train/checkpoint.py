@@ -65,8 +65,6 @@ class Checkpoints(CheckpointManager):
     def dcp_save(
         self, state_dict, checkpoint_id, async_mode, enable_garbage_collection=False, to_hf=False
     ):  # TorchTitan's signature
-        if to_hf:
-            return super().dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf)
         if "optimizer" not in state_dict:  # weights alone
             state_dict = plain_keys(state_dict)
         self._saved_at = begin = time.monotonic()

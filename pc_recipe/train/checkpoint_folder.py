@@ -79,11 +79,6 @@ class CheckpointFolder:
         if not has_checksums and must_have_checksums:
             raise Damaged(f"{self.path / CHECKSUMS}: missing, so the checkpoint cannot be verified")
 
-        if any(key.startswith("pc.") for key in self.shapes()):
-            raise UserError(
-                f"{self.path}: of an older version, which kept W apart from the model (pc.*); use it with that version"
-            )
-
     def verify(self, part: int = 0, parts: int = 1) -> None:
         """Verify every `parts`-th file, starting with number `part`; the other ranks verify the rest.
 
