@@ -27,10 +27,8 @@ def _is_held(file: Path) -> bool:
     try:
         with _open_lock(file, os.O_RDWR) as opened:
             fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
-        return True
-    except OSError:  # a file system without locks
-        return False
+    except OSError as error:  # also of a file system without locks
+        return isinstance(error, BlockingIOError | PermissionError)
     return False
 
 
