@@ -191,7 +191,7 @@ def find_newest_checkpoint(run: Path) -> Path | None:
 
 def find_newest_step(run: Path) -> int:
     """Step of `find_newest_checkpoint`; 0 if there is none."""
-    return max(0, step_of(find_newest_checkpoint(run) or ""))
+    return next(reversed(list_complete(run / "checkpoint")), 0)
 
 
 def parse_model(text: str) -> tuple[str, Path]:
