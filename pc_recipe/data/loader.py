@@ -170,10 +170,10 @@ class GlobalOrderLoader(Stateful):
     def _require_usable(manifest: Manifest, first: Manifest, split: str, vocab_size: int) -> None:
         """Check a folder against the model and the first folder, and the sizes of its files."""
         require_same_tokenizer(first, manifest)
-        if manifest.vocab_size > vocab_size:
+        if manifest.tokenizer.vocab_size > vocab_size:
             raise UserError(
-                f"{manifest.folder} was tokenised with {manifest.tokenizer.name!r} of {manifest.vocab_size} entries, "
-                f"but model.vocab_size is {vocab_size}"
+                f"{manifest.folder} was tokenised with {manifest.tokenizer.name!r} of {manifest.tokenizer.vocab_size} "
+                f"entries, but model.vocab_size is {vocab_size}"
             )
         if os.environ.get("LOCAL_RANK", "0") == "0":  # the others of this machine would find the same
             require_files(manifest.folder, manifest.shards[split])

@@ -107,10 +107,6 @@ class Manifest:
         """By which runs know these data."""
         return self.configuration_sha256 or self.content_sha256
 
-    @property
-    def vocab_size(self) -> int:
-        return self.tokenizer.vocab_size
-
     def tokens(self, split: str) -> int:
         return sum(shard.tokens for shard in self.shards[split])
 

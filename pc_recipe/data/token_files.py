@@ -56,12 +56,13 @@ def read_tokens(manifest: Manifest, shard: TokenShard, first: int = 0, count: in
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
     if len(tokens) < count:
         raise UserError(f"{path} ends before its {shard.tokens:,} tokens; repeat the tokenising command to recreate it")
-    if not _is_plausible(tokens, manifest.vocab_size):
+    entries = manifest.tokenizer.vocab_size
+    if not _is_plausible(tokens, entries):
         require_file(manifest.folder, shard, checksum=True)
-        if tokens.max() >= manifest.vocab_size:
+        if tokens.max() >= entries:
             raise UserError(
-                f"{path} holds token {tokens.max()} as it was written, but its tokenizer has {manifest.vocab_size}; delete "
-                "the folder and tokenise again"
+                f"{path} holds token {tokens.max()} as it was written, but its tokenizer has {entries}; delete the "
+                "folder and tokenise again"
             )
     return tokens
 

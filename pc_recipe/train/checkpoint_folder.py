@@ -256,7 +256,6 @@ def _member(enum: type, name: str) -> _MemoryFormat:
     return _MemoryFormat(index_types._MEM_FORMAT_ENCODING[name].value)
 
 
-_METADATA = "torch.distributed.checkpoint.metadata"
 _DATACLASSES = (
     Metadata, MetadataIndex, StorageMeta, index_types.TensorStorageMetadata, BytesStorageMetadata,
     index_types.TensorProperties, index_types.ChunkStorageMetadata, _StorageInfo,
@@ -270,7 +269,7 @@ _NAMES: dict[tuple[str, str], Any] = {
         for module in ("pathlib", "pathlib._local")
         for name in ("Path", "PosixPath")
     },
-    (_METADATA, "_MEM_FORMAT_ENCODING"): _MEMORY_FORMAT,
+    (index_types.__name__, "_MEM_FORMAT_ENCODING"): _MEMORY_FORMAT,
     ("torch", "Size"): _stand_in("Size", torch.Size),
     ("torch.serialization", "_get_layout"): _stand_in("_get_layout", torch.serialization._get_layout),
     ("builtins", "getattr"): _stand_in("getattr", _member),

@@ -63,7 +63,7 @@ def _read_data(folder):
     manifest.load_tokenizer()
     loader = GlobalOrderLoader(
         folder, "train", seed=0, seq_len=16, local_batch_size=2, dp_rank=0, dp_world_size=1,
-        vocab_size=manifest.vocab_size,
+        vocab_size=manifest.tokenizer.vocab_size,
     )  # fmt: skip
     next(iter(loader))
 
