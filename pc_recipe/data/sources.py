@@ -56,18 +56,13 @@ class Unit:
 
 
 def find_files(
-    sources: str | Sequence[str],
-    subset: str | None = None,
-    output: Path | None = None,
-    left_out: Counter[str] | None = None,
+    sources: Sequence[str], left_out: Counter[str], subset: str | None = None, output: Path | None = None
 ) -> list[str]:
-    """The files of `sources`, one or several, each a file, a folder or a Hub dataset `owner/name`.
+    """The files of `sources`, each a file, a folder or a Hub dataset `owner/name`.
 
     output: files in it are left out, if it is in a folder of `sources`. left_out: gets the number of other files that
     are, by reason.
     """
-    sources = [sources] if isinstance(sources, str) else sources
-    left_out = Counter() if left_out is None else left_out
     found: dict[str, str] = {}
     for source in sources:
         for file in _find_files(source, subset, output, left_out):

@@ -156,7 +156,7 @@ def _last_change(file: str) -> int:
 
 def _divide_source(sources: list[str], output: Path, requested: dict) -> tuple[dict, list[Unit]]:
     left_out = Counter[str]()
-    names = find_files(sources, requested["subset"], output, left_out)
+    names = find_files(sources, left_out, requested["subset"], output)
     unit_bytes: float = requested["shard_megabytes"] * 10**6
     if requested["max_documents"]:
         left_out["behind the first, for --max-documents"] += len(names) - 1

@@ -18,7 +18,7 @@ BOS, EOS = "<s>", "</s>"
 
 
 def train_tokenizer(
-    sources: str | Sequence[str], output: str | Path, vocab_size: int, megabytes: int, text_key: str = "text"
+    sources: Sequence[str], output: str | Path, vocab_size: int, megabytes: int, text_key: str = "text"
 ) -> int:
     """Train on the first `megabytes` of text in `sources` and write a Hugging Face folder; returns its vocabulary size.
 
@@ -45,14 +45,14 @@ def train_tokenizer(
     texts = _texts(sources, text_key, megabytes * 10**6)
     first = next(texts, None)
     if first is None:
-        raise UserError(f"--input {sources if isinstance(sources, str) else ' '.join(sources)}: there is no text in it")
+        raise UserError(f"--input {' '.join(sources)}: there is no text in it")
     model.train_from_iterator(chain([first], texts), trainer)
     Tokenizer("trained", Converted("huggingface", model.to_str().encode(), BOS, EOS)).save(output)
     return model.get_vocab_size()
 
 
-def _texts(sources: str | Sequence[str], text_key: str, text_bytes: int) -> Iterator[str]:
-    for file in find_files(sources):  # one by one: a Hub dataset has thousands
+def _texts(sources: Sequence[str], text_key: str, text_bytes: int) -> Iterator[str]:
+    for file in find_files(sources, Counter()):  # one by one: a Hub dataset has thousands
         for unit in divide_into_units(measure_files([file], text_key), math.inf):
             for text in read_texts(unit, text_key, Counter()):
                 if text_bytes <= 0:

@@ -57,7 +57,7 @@ KINDS = {
 
 
 def texts_of(*sources: Path | str, text_key: str = "text", replaced: Counter | None = None) -> list[str]:
-    units = divide_into_units(measure_files(find_files([*map(str, sources)]), text_key), 10**9)
+    units = divide_into_units(measure_files(find_files([*map(str, sources)], Counter()), text_key), 10**9)
     return [text for unit in units for text in read_texts(unit, text_key, Counter() if replaced is None else replaced)]
 
 
@@ -288,7 +288,7 @@ def test_folders_behind_links_are_read_once(tmp_path):
     }.items():
         (tmp_path / "in" / name).symlink_to(tmp_path / target)
     left_out = Counter()
-    files = [Path(file).resolve() for file in find_files(str(tmp_path / "in"), left_out=left_out)]
+    files = [Path(file).resolve() for file in find_files([str(tmp_path / "in")], left_out)]
     assert sorted(str(file.relative_to(tmp_path)) for file in files) == [
         "in/a.txt",
         "in/one.txt",
@@ -351,7 +351,7 @@ def test_a_local_name_is_that_of_a_file(name, tmp_path, monkeypatch):
     else:
         Path(name).write_text(f"text\n{name}\n" if name.endswith(".csv") else name)
     for source in (name, str(tmp_path / name)):
-        files = measure_files(find_files(source), "text")
+        files = measure_files(find_files([source], Counter()), "text")
         (unit,) = divide_into_units(files, 1e9)
         assert [text.strip() for text in read_texts(unit, "text", Counter())] == [name]
         assert files[0].size == Path(name).stat().st_size

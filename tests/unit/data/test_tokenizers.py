@@ -21,16 +21,16 @@ def source(tmp_path_factory, write_parquet):
 def hugging_face_folder(source, tmp_path_factory):
     """A byte-level BPE of 300 entries with <s> and </s>."""
     folder = tmp_path_factory.mktemp("hf")
-    assert train_tokenizer(source, folder, 300, 1) == 300
+    assert train_tokenizer([source], folder, 300, 1) == 300
     return folder
 
 
 def test_no_text_and_a_file_in_the_way_are_said(source, tmp_path):
     (tmp_path / "empty.txt").touch()
     with pytest.raises(UserError, match="empty.txt: there is no text in it"):
-        train_tokenizer(str(tmp_path / "empty.txt"), tmp_path / "made", 300, 1)
+        train_tokenizer([str(tmp_path / "empty.txt")], tmp_path / "made", 300, 1)
     with pytest.raises(UserError, match="could not write .*empty.txt/token"):
-        train_tokenizer(source, tmp_path / "empty.txt", 300, 1)
+        train_tokenizer([source], tmp_path / "empty.txt", 300, 1)
 
 
 @pytest.mark.parametrize("bos", [None, "</s>"], ids=["none", "the EOS, as GPT-2's"])

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from collections import Counter
 from types import SimpleNamespace
 
 import datasets
@@ -180,10 +181,10 @@ def test_documents_in_the_cache_of_hugging_face_are_found(tmp_path, in_cache, be
     (tmp_path / "blobs").mkdir()
     (tmp_path / "blobs" / "secret.txt").write_text("mine too")
     snapshot = in_cache(tmp_path / "text")
-    assert find_files(str(snapshot / below)) == [str(snapshot / "part" / "a.txt")]
+    assert find_files([str(snapshot / below)], Counter()) == [str(snapshot / "part" / "a.txt")]
     (snapshot / "part" / "b.txt").symlink_to(tmp_path / "blobs" / "secret.txt")  # of another folder
     with pytest.raises(UserError, match="b.txt', which is a file outside of it"):
-        find_files(str(snapshot / below))
+        find_files([str(snapshot / below)], Counter())
 
 
 @pytest.fixture
@@ -234,12 +235,12 @@ def test_a_folder_of_documents_has_no_link_out_of_it(tmp_path, leads):
     name = "books" if leads == "folder elsewhere" else "b.txt"
     (tmp_path / "text" / name).symlink_to(tmp_path / targets[leads])
     if leads == "within":
-        assert [os.path.basename(file) for file in find_files(str(tmp_path / "text"))] == [
+        assert [os.path.basename(file) for file in find_files([str(tmp_path / "text")], Counter())] == [
             "a.txt"
         ]  # one document, not two
     else:
         with pytest.raises(UserError, match=f"names '{name}.*', which is a file outside of it"):
-            find_files(str(tmp_path / "text"))
+            find_files([str(tmp_path / "text")], Counter())
 
 
 def test_the_card_of_a_folder_names_files_of_the_folder(monkeypatch, tmp_path):
@@ -251,10 +252,10 @@ def test_the_card_of_a_folder_names_files_of_the_folder(monkeypatch, tmp_path):
     for path in ("a.txt", "../../secret.txt"):
         (folder / "README.md").write_text(f"---\nconfigs:\n- config_name: subset\n  data_files: {path}\n---\n")
         if path == "a.txt":
-            assert find_files("owner/name", "subset") == ["owner/name/a.txt"]
+            assert find_files(["owner/name"], Counter(), "subset") == ["owner/name/a.txt"]
         else:
             with pytest.raises(UserError, match="owner/name names '../../secret.txt', which is a file outside of it"):
-                find_files("owner/name", "subset")
+                find_files(["owner/name"], Counter(), "subset")
 
 
 @pytest.mark.parametrize("file", ["/etc/passwd.txt", "../secret.txt", "https://a.example/x.txt"])
@@ -263,7 +264,7 @@ def test_the_card_of_a_dataset_names_files_of_the_hub(monkeypatch, file):
     builder = SimpleNamespace(config=SimpleNamespace(data_files={"train": named}))
     monkeypatch.setattr(datasets, "load_dataset_builder", lambda *_: builder)
     with pytest.raises(UserError, match=f"its card names '{file}', which is not on the Hub"):
-        find_files("owner/name", "subset")
+        find_files(["owner/name"], Counter(), "subset")
 
 
 def test_tokens_are_not_written_through_a_link(tmp_path):
