@@ -54,10 +54,6 @@ def test_weights_are_the_trainers(pc_run):
         (lambda e: e.update({"layers.9.w": torch.ones(2)}), r"tensor layers\.9\.w does not belong"),
         (lambda e: e.update({"norm.weight": torch.ones(5)}), r"tensor norm\.weight has shape \[5\].*\[256\]"),
         (lambda e: e["method"].update(fingerprint='{"enable": false}'), r"tensor .*weight_gamma does not belong"),
-        (
-            lambda e: e.update({"pc.layers.0.attention.wo.raw": torch.ones(2)}),
-            "of an older version, which kept W apart",
-        ),
     ],
 )
 def test_every_tensor_is_accounted_for(copied, change, message):
