@@ -2,7 +2,7 @@
 
 python -m experiments.verdict.dial
 
-It also prints the share of PC's gain that each spectrum carries.
+It also prints what each spectrum gains, as a share of what PC gains.
 """
 
 import numpy as np

@@ -76,9 +76,8 @@ def test_however_files_are_divided_each_text_is_read_once(monkeypatch, tmp_path,
     monkeypatch.setattr(fsspec, "filesystem", {"hf": hub}.get)
     texts = [*make_texts(40, seed=1), None, "", "two\nlines", "x" * 2000, *make_texts(10, seed=2)]
     file = write_parquet(tmp_path / "a.parquet", texts, row_group_size=9)
-    measured = measure_files(
-        [*find_files([str(file)], Counter()), f"hf://{file}"], "text"
-    )  # an address is read like a path
+    files = [*find_files([str(file)], Counter()), f"hf://{file}"]  # an address is read like a path
+    measured = measure_files(files, "text")
     assert measured[0].groups == measured[1].groups and len(measured[0].groups) == 6
     for unit_bytes in (1, 1500, 10**9):
         units = divide_into_units(measured, unit_bytes)
