@@ -86,7 +86,7 @@ def on_ranks(config: Config, dims: Degrees, on_cpu: bool = False) -> Iterator[st
 
 def _in_pipelines(config: Config, ranks: int) -> Iterator[str]:
     batch, validated = config.training.local_batch_size, config.validation.local_batch_size
-    if config.validation.enable and validated != batch:
+    if config.validation.enable and validated not in (batch, -1):  # -1 takes the same
         yield (
             f"validation.local_batch_size = {validated} should be training.local_batch_size = {batch}, because pipeline "
             "stages exchange tensors of a fixed shape"

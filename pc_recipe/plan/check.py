@@ -1,7 +1,7 @@
 """Finds errors in a config in seconds, without a GPU.
 
-`check` has three parts, and no two check the same thing. A launcher may stop after each: `check_settings` and `check_data`
-answer within a second, because only `check_on_ranks` imports torch, which takes seconds.
+`check` has four parts, and no two check the same thing. A launcher may stop after each: all but `check_on_ranks` answer
+within a second, because it alone imports torch, which takes seconds.
 """
 
 from dataclasses import dataclass, field
@@ -42,6 +42,8 @@ class CheckResult:
     warnings: list[str] = field(default_factory=list)
     can_build: bool = True
     """Whether its model can be built."""
+    batches: RankBatches | None = None
+    """After `check_layout`; None if the config does not fit."""
     start: str | None = None
     """What weights a new run starts from; None if it goes on or starts from none."""
     train: dict[str, Manifest | None] = field(default_factory=dict)
@@ -67,10 +69,11 @@ class CheckResult:
 
 
 def check(config: Config, world_size: int, *, needs_data: bool = True, gpu_gib: float | None = None) -> CheckResult:
-    """Check a run on `world_size` GPUs; the arguments are those of the three parts."""
+    """Check a run on `world_size` GPUs; the arguments are those of the four parts."""
     result = check_settings(config)
     check_data(result, needs_data)
-    check_on_ranks(result, world_size, gpu_gib)
+    check_layout(result, world_size)
+    check_on_ranks(result, gpu_gib)
     return result
 
 
@@ -107,8 +110,21 @@ def check_data(result: CheckResult, needs_data: bool = True) -> None:
         _try(result, require_same_tokenizer, manifests[0], other)
 
 
-def check_on_ranks(result: CheckResult, world_size: int, gpu_gib: float | None = None) -> None:
-    """What is wrong on `world_size` GPUs, and what the run needs of them; its micro-batch is chosen here.
+def check_layout(result: CheckResult, world_size: int) -> None:
+    """Whether the config fits `world_size` GPUs; if its micro-batch is not chosen yet, whether any divides its batch."""
+    result.batches = _try(result, RankBatches.of, result.config, world_size)
+    if not result.batches:
+        return
+    if result.config.training.local_batch_size == -1:
+        _try(result, result.batches.micro_batch_sizes)
+        return
+    # the trainer's rules, without those for CPUs, because the run may use another machine
+    for finding in rules.on_ranks(result.config, result.batches.dims):
+        result.add_error(finding)
+
+
+def check_on_ranks(result: CheckResult, gpu_gib: float | None = None) -> None:
+    """What the model needs, and what the run needs of its GPUs, after `check_layout`; the micro-batch is chosen here.
 
     Args:
         gpu_gib: as in `pc_recipe.plan.micro_batch.find_gpu`.
@@ -116,18 +132,16 @@ def check_on_ranks(result: CheckResult, world_size: int, gpu_gib: float | None =
     from pc_recipe.plan import memory, micro_batch, needs
 
     gpu, sizes = micro_batch.find_gpu(gpu_gib), None
-    batches = _try(result, RankBatches.of, result.config, world_size)
     if result.can_build:
         sizes = memory.count_sizes_of_config(result.config)
-        if batches:
+        if result.batches:
+            before, world_size = result.config.training.local_batch_size, result.batches.dims.world_size
             result.config = _try(result, micro_batch.choose, result.config, world_size, gpu, sizes) or result.config
-    config, tokens, writes = result.config, 0, []
+            if before == -1:
+                check_layout(result, world_size)
+    config, batches, tokens, writes = result.config, result.batches, 0, []
     if batches and config.training.local_batch_size != -1:  # else nothing fits, or there is no model
-        batches = RankBatches(batches.dims, config.training)
         tokens = config.training.steps * _check_batch(result, config, batches)
-        # the trainer's rules, without those for CPUs, because the run may use another machine
-        for finding in rules.on_ranks(config, batches.dims):
-            result.add_error(finding)
         if sizes:
             facts, warning = _try(result, needs.describe_memory, config, batches, sizes, gpu) or ({}, "")
             result.facts += facts.items()

@@ -38,6 +38,16 @@ STEPS_ALONE = (
 """Overrides of a run whose steps are measured: nothing but training."""
 
 
+def requested_processes() -> int | None:
+    """NGPU, the processes per machine, if it is given; raises UserError for one that is no such number."""
+    requested = os.environ.get("NGPU")
+    if not requested:
+        return None
+    if not requested.isdecimal() or not int(requested):
+        raise UserError(f"NGPU={requested} should be a number of processes")
+    return int(requested)
+
+
 def count_processes() -> int:
     """Processes per machine: NGPU, or one per GPU, or 1 without GPUs.
 
@@ -50,12 +60,11 @@ def count_processes() -> int:
     from pc_recipe.train.cpu import count_promised_gpus
 
     promised, gpus = count_promised_gpus(), torch.cuda.device_count()
-    requested = os.environ.get("NGPU") or str(max(1, promised, gpus))
-    processes = int(requested) if requested.isdecimal() else 0
+    processes = requested_processes() or max(1, promised, gpus)
     if gpus < processes <= promised:
         sys.exit(f"{socket.gethostname()} shows {gpus} of the {promised} GPUs of this job")
-    if not 0 < processes <= (gpus or processes):
-        raise UserError(f"NGPU={requested} should be a number of processes, and this machine has {gpus} GPUs")
+    if gpus and processes > gpus:
+        raise UserError(f"NGPU={processes} is more than the {gpus} GPUs of this machine")
     return processes
 
 

@@ -12,7 +12,7 @@ from pc_recipe.config.schema import Data
 from pc_recipe.files import look
 from pc_recipe.files.lock import is_locked, lock
 from pc_recipe.files.run_folder import find_newest_step, read_state
-from pc_recipe.plan.check import check_data, check_on_ranks, check_settings
+from pc_recipe.plan.check import check_data, check_layout, check_on_ranks, check_settings
 from pc_recipe.runs import launch
 from pc_recipe.runs.nodes import Nodes, find_gloo_interface
 from pc_recipe.runs.outcome import describe_outcome
@@ -31,7 +31,9 @@ def main() -> None:
     parser.add_argument("config", metavar="CONFIG", help="TOML file of the run")
     arguments, overrides = parse_with_overrides(parser)
     config = load_config(arguments.config, overrides)
-    report = check_settings(config)
+    report, nodes = check_settings(config), Nodes.from_environment()
+    if requested := launch.requested_processes():  # otherwise torch counts GPUs, which takes seconds
+        check_layout(report, requested * nodes.count)
     report.raise_errors()
     folder = Path(config.job.dump_folder)
     if is_finished(config, folder):
@@ -43,14 +45,16 @@ def main() -> None:
     fetch_demo_data(config)
     check_data(report)
     report.raise_errors()
-    nodes = Nodes.from_environment()
     if nodes.rank == 0 and is_locked(folder):
         lock(folder).close()  # refuses now, not after the import of torch; the run itself takes it below
     import torch
 
     processes = launch.count_processes()
     # Report mistakes here, one line each, because torchrun's report of a failed process would bury them.
-    check_on_ranks(report, processes * nodes.count)
+    if not requested:
+        check_layout(report, processes * nodes.count)
+        report.raise_errors()
+    check_on_ranks(report)
     report.raise_errors()
     for warning in report.warnings if nodes.rank == 0 else ():
         print(f"warning: {warning}", file=sys.stderr)

@@ -24,7 +24,7 @@ from pc_recipe.files.lock import is_locked, lock
 from pc_recipe.files.own_code import own_code
 from pc_recipe.files.run_folder import find_newest_step, read_state, write_failure
 from pc_recipe.plan.allocation import TRAIN_SCRIPT, Allocation
-from pc_recipe.plan.check import check_data, check_on_ranks, check_settings, estimate_hours
+from pc_recipe.plan.check import check_data, check_layout, check_on_ranks, check_settings, estimate_hours
 from pc_recipe.runs import launch
 from pc_recipe.runs.nodes import Nodes, find_gloo_interface
 from pc_recipe.runs.run import Run
@@ -46,8 +46,9 @@ def submit_run(config: str, overrides: Sequence[str], allocation: Allocation, qu
     """
     report = check_settings(load_config(config, overrides))
     check_data(report)
+    check_layout(report, allocation.world_size)
     report.raise_errors(f"{config}: ")
-    check_on_ranks(report, allocation.world_size)
+    check_on_ranks(report)
     report.raise_errors(f"{config}: ")
     if allocation.gpus_per_node:  # the estimate is of GPUs
         hours = estimate_hours(report, allocation.world_size)

@@ -7,7 +7,6 @@ import sys
 from types import SimpleNamespace
 
 import torch
-import torchtitan.tools.utils as titan_utils
 
 from pc.errors import UserError
 
@@ -62,6 +61,8 @@ def use_cpu_where_there_is_no_gpu() -> None:
     """
     if not is_cpu() or count_promised_gpus():
         return
+    import torchtitan.tools.utils as titan_utils  # here, because to count GPUs takes no torchtitan
+
     # Peak FLOP/s of a CPU are unknown, and so is MFU.
     replacements = {"device_type": "cpu", "device_module": CPU_MODULE, "get_peak_flops": lambda name: math.nan}
     originals = {name: getattr(titan_utils, name) for name in replacements}

@@ -82,8 +82,28 @@ def test_a_start_answers_mistakes(words, said):
 
 
 @pytest.mark.parametrize(
+    "processes, words, said",
+    [
+        ("two", (), "NGPU=two should be a number of processes"),
+        ("3", ("--parallelism.tensor_parallel_degree=2",), "3 GPUs are not a multiple of tensor_parallel_degree"),
+        ("3", (), "training.global_batch_size = 16 is not a multiple of local_batch_size 2 x 3 data-parallel rank(s)"),
+        (
+            "2",
+            ("--training.seq_len=130", "--parallelism.tensor_parallel_degree=2"),
+            "training.seq_len = 130 should be a multiple of",
+        ),
+    ],
+)
+def test_a_start_answers_layouts_that_do_not_fit(monkeypatch, processes, words, said):
+    monkeypatch.setenv("NGPU", processes)
+    status, output = launch("train_configs/debug.toml", *words)
+    assert output.startswith(f"error: {said}") and output.count("\n") == 1 and status == 2
+
+
+@pytest.mark.parametrize(
     "words, said",
     [
+        (f"slurm/submit.py {CONFIG} --nodes=3", "is not a multiple of 24 data-parallel ranks"),
         (f"slurm/submit.py {CONFIG} --pc.blocks=ffm", "pc.blocks: 'ffm' is not a block"),
         (f"slurm/submit.py {CONFIG} --data.path=nowhere", "data.path: data folder nowhere does not exist"),
         (

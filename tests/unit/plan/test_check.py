@@ -31,9 +31,9 @@ def test_all_faults_come_at_once_and_each_once():
     words = "--pc.level=9 --lr_scheduler.warmup_steps=70000 --checkpoint.keep_latest_k=1 --data.path=none".split()
     faults = ["pc.level", "lr_scheduler.warmup_steps = ", "checkpoint.keep_latest_k = ", "data.path: "]
     for more, fault in (
-        ("-1", []),
+        ("-1", ["is not a multiple of 3 data-parallel ranks"]),
         ("8", ["is not a multiple of local_batch_size 8 x 3 "]),
-    ):  # -1: nothing to choose by
+    ):
         errors = check(load_config(CONFIG, [*words, f"--training.local_batch_size={more}"]), 3).errors
         assert len(errors) == len(faults + fault)
         assert all(sum(one in error for error in errors) == 1 for one in faults + fault)
