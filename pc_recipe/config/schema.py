@@ -111,9 +111,8 @@ class Training(Section):
     )
 
 
-PipelineSchedule = Literal[
-    "1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
-]
+PipelineSchedule = Literal["1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble"]
+"""Without TorchTitan's DualPipeV, which overlaps the exchanges of experts, and needs a GPU."""
 
 
 class Parallelism(Section):
@@ -235,10 +234,12 @@ class Data(Section):
 
 
 class Diagnostics(Section):
-    freq: Interval = key(10, "Steps between measurements of output sizes, gamma and the weight norm; 0: never.")
+    freq: Interval = key(
+        10, "Steps between measurements of output sizes, gamma and the weight norm; also in the last; 0: never."
+    )
     spectra_freq: Interval = key(
         500,
-        "Steps between measurements of every matrix's condition number and the error of PC's norm estimate; 0: never.",
+        "Steps between measurements of every matrix's condition number and the error of PC's norm estimate; also in the last; 0: never.",
     )
 
 

@@ -40,7 +40,7 @@ SPECTRAL: dict[str, Callable[[Tensor], Tensor]] = {
     "condition": modified_condition_number,
 }
 """{NAME: function from the ascending singular values [B, min(n, m)] of B effective weights to B numbers [B]}.
-Logged as spectra/NAME/LAYER every `diagnostics.spectra_freq` steps. To add a metric, add a line here."""
+Logged as spectra/NAME/LAYER every `diagnostics.spectra_freq` steps, and in the first and the last. To add a metric, add a line here."""
 WEIGHT, GAMMA, REPLACED, WORST = "norm/weight", "pc/gamma/", "estimates/replaced", "estimates/worst"
 
 
@@ -60,7 +60,7 @@ class Diagnostics:
         preconditioner: Preconditioner | None,
         parallel_dims: ParallelDims,
     ) -> None:
-        self._settings = config.diagnostics
+        self._settings, self._last = config.diagnostics, config.training.steps
         self._pc_entries: Sequence[str] = config.pc.blocks
         self._model_parts = model_parts
         self._preconditioner = preconditioner
@@ -88,7 +88,7 @@ class Diagnostics:
 
     def begin_step(self, step: int, measure_outputs: bool = True) -> None:
         """Call in every step before the first forward pass. `measure_outputs=False` skips the output sizes."""
-        self._measuring = measure_outputs and _is_due(step, self._settings.freq)
+        self._measuring = measure_outputs and self._is_due(step, self._settings.freq)
         if self._measuring and self._outputs is not None:
             self._outputs.start()
 
@@ -96,12 +96,15 @@ class Diagnostics:
     def begin_update(self, step: int) -> None:
         """Call in every step after the last backward pass, before the gradients are pulled back: while parameters hold the
         effective weights."""
-        if _is_due(step, self._settings.spectra_freq):
+        if self._is_due(step, self._settings.spectra_freq):
             self._update.start()
+
+    def _is_due(self, step: int, freq: int) -> bool:
+        return freq > 0 and (step in (1, self._last) or step % freq == 0)
 
     def is_due(self, step: int) -> bool:
         """Whether `collect` has metrics at `step`."""
-        return _is_due(step, self._settings.freq) or _is_due(step, self._settings.spectra_freq)
+        return self._is_due(step, self._settings.freq) or self._is_due(step, self._settings.spectra_freq)
 
     @torch.no_grad()
     def measure(self, step: int) -> list[Tensor]:
@@ -112,7 +115,7 @@ class Diagnostics:
         update = len(self._update.factors)
         zeros = local(next(self._model_parts[0].parameters())).new_zeros
         numbers = [zeros(len(self.factors) - update)]
-        if _is_due(step, self._settings.freq):
+        if self._is_due(step, self._settings.freq):
             effective = {f"{name}.weight" for name in self._pc_weights()}
             numbers = [self._norm.of_parameters(effective).float().reshape(1)]
             numbers += [] if self._preconditioner is None else [self._preconditioner.take_estimates()]
@@ -129,9 +132,9 @@ class Diagnostics:
             of_ranks: `measure` of all ranks.
         """
         metrics: dict[str, float] = {}
-        if _is_due(step, self._settings.freq):
+        if self._is_due(step, self._settings.freq):
             metrics |= self._metrics_of_numbers(of_ranks)
-        if _is_due(step, self._settings.spectra_freq):
+        if self._is_due(step, self._settings.spectra_freq):
             metrics |= self._spectra_metrics() | self._estimate_metrics()
             sums = of_ranks.sums()
             if norm := math.sqrt(sums.get(NORM, 0.0)):
@@ -223,10 +226,6 @@ class Diagnostics:
 
     def _pc_weights(self) -> dict[str, Weight]:
         return {} if self._preconditioner is None else self._preconditioner.weights
-
-
-def _is_due(step: int, freq: int) -> bool:
-    return freq > 0 and (step == 1 or step % freq == 0)
 
 
 def _to_numbers(tensors: list[Tensor]) -> list:
