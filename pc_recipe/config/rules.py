@@ -9,11 +9,10 @@ from pc_recipe.config.rank_batches import Degrees, RankBatches
 from pc_recipe.config.schema import Config
 
 FLOAT8 = "quantize.linear.float8"
-_SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
-_MICROBATCH_PER_STAGE = ("1F1B", "DualPipeV")
+_SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble")
 _IN_ROUNDS = ("Interleaved1F1B", "InterleavedZeroBubble")
 """Of some as many microbatches as ranks each; all have equally many."""
-_STAGES_PER_RANK = {"1F1B": 1, "GPipe": 1, "ZBVZeroBubble": 2, "DualPipeV": 2}
+_STAGES_PER_RANK = {"1F1B": 1, "GPipe": 1, "ZBVZeroBubble": 2}
 """Of schedules that have a fixed number; the others have two or more."""
 
 
@@ -111,7 +110,7 @@ def _in_pipelines(config: Config, ranks: int) -> Iterator[str]:
 def _in_rounds(config: Config, ranks: int, microbatches: int) -> Iterator[str]:
     """What torch's schedules demand of the number of microbatches."""
     schedule = config.parallelism.pipeline_parallel_schedule
-    least = ranks * _STAGES_PER_RANK[schedule] if schedule in _MICROBATCH_PER_STAGE else 1
+    least = ranks if schedule == "1F1B" else 1
     rounds = max(1, microbatches // ranks) if schedule in _IN_ROUNDS else 1
     if microbatches < least or microbatches % rounds:
         need = f"{least} or more" if microbatches < least else f"a multiple of {rounds}"
