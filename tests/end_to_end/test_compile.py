@@ -19,7 +19,7 @@ QUICK = [
     *("--training.steps", "3", "--validation.enable", "false", "--checkpoint.enable", "false"),
     *("--activation_checkpoint.mode", "none", "--training.local_batch_size", "6"),
 ]
-DIAGNOSTICS = ["--diagnostics.freq", "2"]
+DIAGNOSTICS = ["--diagnostics.freq", "3"]  # in the first step and the last
 
 # Name, what is added, graphs. All blocks share one, but - with every second block checkpointed there is one graph for
 # each kind; - with outputs measured on some steps, those steps have another graph (pc_recipe.train.activations).

@@ -1,6 +1,7 @@
 """Calls that are forgotten or in a wrong order, and changes of PC(W): what would go wrong in silence raises one line."""
 
 import copy
+import gc
 import itertools
 import re
 
@@ -283,6 +284,7 @@ def test_only_optimizers_with_weights_of_a_live_preconditioner_are_looked_at():
     late.step()
     pc.merge(model)
     early.step()
+    gc.collect()  # what other tests have left
     made = len(hooks)
     del preconditioner
     preconditioner = pc.precondition(attached())
