@@ -33,6 +33,7 @@ from pc.targets import clean_name
 from pc.weight import Weight
 from pc_recipe.config import Config
 from pc_recipe.train.activations import SIZES, OutputSizes
+from pc_recipe.train.progress import is_due
 from pc_recipe.train.rank_sums import OfRanks, SquaredNorm, share_of
 from pc_recipe.train.update_sizes import CHANGE, NORM, UpdateSizes
 
@@ -100,7 +101,7 @@ class Diagnostics:
             self._update.start()
 
     def _is_due(self, step: int, freq: int) -> bool:
-        return freq > 0 and (step in (1, self._last) or step % freq == 0)
+        return is_due(step, freq, self._last)
 
     def is_due(self, step: int) -> bool:
         """Whether `collect` has metrics at `step`."""

@@ -15,6 +15,12 @@ RECENT = 20
 """The time left is estimated from so many logged lines."""
 
 
+def is_due(step: int, freq: int, last: int) -> bool:
+    """In the first step and the last, and in every `freq`-th; never if `freq` is 0. So validations and diagnostics have both
+    ends of a run."""
+    return freq > 0 and (step in (1, last) or step % freq == 0)
+
+
 class Progress:
     """Steps and validations of a run; each kind has its own speed.
 

@@ -14,6 +14,7 @@ from pc_recipe.data.loader import GlobalOrderLoader
 from pc_recipe.data.manifest import Manifest, require_same_tokenizer
 from pc_recipe.files.run_log import unique_names
 from pc_recipe.train.fsdp_sync import reshard
+from pc_recipe.train.progress import is_due
 
 
 class FixedValidator:
@@ -42,7 +43,7 @@ class FixedValidator:
 
     def is_due(self, step: int) -> bool:
         """Whether to validate after this step."""
-        return step in (1, self._last) or step % self._freq == 0
+        return is_due(step, self._freq, self._last)
 
     def should_validate(self, step: int) -> bool:
         """Never, for TorchTitan's loop, which validates after it saves; `Trainer.train_step` validates before."""
