@@ -64,7 +64,9 @@ def test_the_eight_commands(tmp_path):
         assert "Traceback" not in done.stderr and "torchao" not in done.stderr and "_pytree" not in done.stderr
         printed.append(done.stdout)
     tokenised, _, _, compared, exported, generated, _, scores = printed
-    assert "old.txt" in tokenised and "(3 .txt, 1 .jsonl, 1 .md)" in tokenised
+    assert "U+FFFD, in 1 files that manifest.json names" in tokenised and "(3 .txt, 1 .jsonl, 1 .md)" in tokenised
+    manifest = json.loads((tmp_path / "data" / "own_text" / "manifest.json").read_text())
+    assert [Path(file).name for file in manifest["source"]["replaced"]] == ["old.txt"]
     assert "own_text_baseline: " in compared and (tmp_path / "outputs" / "own_text.html").is_file()
     assert exported.strip() == str(tmp_path / "outputs" / "own_text_export")
     assert generated.startswith("Once upon a time")
