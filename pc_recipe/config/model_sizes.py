@@ -32,8 +32,7 @@ class Flavor:
         return -(-wanted // self.multiple_of) * self.multiple_of
 
 
-# The paper's sizes (table 5), smaller ones, and Llama 2's own (70B with grouped-query attention). The FFN's widths are
-# 96, 384, 384, 704, 1024, 1408, 2048, 2816, 5632, 11008, 13824, 28672.
+# The paper's sizes (table 5), smaller ones, and Llama 2's own (70B with grouped-query attention).
 FLAVORS: dict[str, Flavor] = {
     "regime": Flavor(dim=32, n_layers=12, n_heads=2, multiple_of=32),
     "conditioning": Flavor(dim=128, n_layers=2, n_heads=4, multiple_of=128),

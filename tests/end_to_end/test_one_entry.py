@@ -23,7 +23,15 @@ def copy(tmp_path_factory):
         shutil.copy(file, folder)
     (diffs,) = re.findall(r"```diff\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
     outside = {**os.environ, "GIT_CEILING_DIRECTORIES": str(folder.parent)}
-    subprocess.run(["git", "apply", "-"], input=diffs, text=True, cwd=folder, env=outside, check=True)
+    # by the lines before an entry alone, so that what other entries a table has does not matter
+    subprocess.run(
+        ["git", "apply", "--unidiff-zero", "-"],
+        input=diffs,
+        text=True,
+        cwd=folder,
+        env=outside,
+        check=True,
+    )
 
     def run(*words: object) -> str:
         environment = {**os.environ, "PYTHONPATH": str(folder), "NGPU": "1"}
