@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 class Kind:
     """What the trainer needs to know about an optimizer. Its own keys begin with its name: "muon_" for "Muon"."""
 
-    build: "Callable[[list[dict], Optimizer], torch.optim.Optimizer]"
+    build: "Callable[[list[dict], OptimizerSection], torch.optim.Optimizer]"
     """Makes the optimizer of parameter groups, which say their rate and decay; imports torch when it is called."""
     states: int
     """State tensors per parameter and of its size, for the memory estimate."""
@@ -23,36 +23,36 @@ class Kind:
     splits_heads: bool = False
     """Whether a parameter group may say that each attention head is a matrix (`muon_heads`)."""
 
-    def lr(self, config: "Optimizer") -> float:
+    def lr(self, config: "OptimizerSection") -> float:
         """Its peak learning rate."""
         return config.hyperball_lr if self.keeps_norms else config.lr
 
 
-def _adamw(parameters: "list[dict]", config: "Optimizer") -> "torch.optim.Optimizer":
+def _adamw(parameters: "list[dict]", config: "OptimizerSection") -> "torch.optim.Optimizer":
     import torch
 
     return torch.optim.AdamW(parameters, **_of_adam(config))
 
 
-def _adamh(parameters: "list[dict]", config: "Optimizer") -> "torch.optim.Optimizer":
+def _adamh(parameters: "list[dict]", config: "OptimizerSection") -> "torch.optim.Optimizer":
     from pc.optim.hyperball import AdamH
 
     return AdamH(parameters, **_of_adam(config))
 
 
-def _muon(parameters: "list[dict]", config: "Optimizer") -> "torch.optim.Optimizer":
+def _muon(parameters: "list[dict]", config: "OptimizerSection") -> "torch.optim.Optimizer":
     from pc.optim.muon import Muon
 
     return Muon(parameters, **_of_muon(config))
 
 
-def _muonh(parameters: "list[dict]", config: "Optimizer") -> "torch.optim.Optimizer":
+def _muonh(parameters: "list[dict]", config: "OptimizerSection") -> "torch.optim.Optimizer":
     from pc.optim.hyperball import MuonH
 
     return MuonH(parameters, **_of_muon(config))
 
 
-def _of_adam(config: "Optimizer") -> dict[str, Any]:
+def _of_adam(config: "OptimizerSection") -> dict[str, Any]:
     return {
         "betas": (config.beta1, config.beta2),
         "eps": config.eps,
@@ -61,7 +61,7 @@ def _of_adam(config: "Optimizer") -> dict[str, Any]:
     }
 
 
-def _of_muon(config: "Optimizer") -> dict[str, Any]:
+def _of_muon(config: "OptimizerSection") -> dict[str, Any]:
     return {
         "momentum": config.muon_momentum,
         "nesterov": config.muon_nesterov,
@@ -79,14 +79,14 @@ KINDS: dict[str, Kind] = {
 """{optimizer.name: Kind}; the lower-case names are those of the optimizer states in a checkpoint."""
 
 
-class Optimizer(Section):
+class OptimizerSection(Section):
     """AdamW's keys also apply to the parameters that the others do not train, and to AdamH; Muon's also to MuonH."""
 
     decides = RESULT
     name: Annotated[str, one_of(KINDS)] = key(
         "AdamW", f"Optimizer of the hidden matrices: {', '.join(KINDS)}. AdamW trains all other parameters."
     )
-    lr: Factor = key(8e-4, "Peak learning rate of AdamW and Muon.")
+    lr: Factor = key(8e-4, "Peak learning rate; AdamH and MuonH have `hyperball_lr`.")
     beta1: Beta = key(0.9, "AdamW's decay of the gradient's mean.")
     beta2: Beta = key(0.95, "AdamW's decay of the squared gradient's mean.")
     eps: Fraction = key(1e-8, "AdamW's epsilon.")

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, StringConstraints
 
 from pc_recipe.config.model_sizes import FLAVORS, FlavorName
-from pc_recipe.config.optimizers import Optimizer
+from pc_recipe.config.optimizers import OptimizerSection
 from pc_recipe.config.pc_section import PC
 from pc_recipe.config.sections import (
     RESULT,
@@ -262,7 +262,7 @@ class Config(Section):
     profiling: Profiling = Profiling()
     metrics: Metrics = Metrics()
     model: Model = Model()
-    optimizer: Optimizer = Optimizer()
+    optimizer: OptimizerSection = OptimizerSection()
     lr_scheduler: LRScheduler = LRScheduler()
     training: Training = Training()
     parallelism: Parallelism = Parallelism()

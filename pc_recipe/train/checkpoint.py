@@ -51,7 +51,7 @@ class Checkpoints(CheckpointManager):
         self.group = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
         """All ranks, on the CPU, so that GPUs do not wait for each other."""
         self._optimizers: Optimizers | None = arguments["optimizers"]
-        self.is_due = False
+        self.save_is_due = False
         """Whether all ranks have agreed to save the current step, whatever the interval says."""
         config: Checkpoint = arguments["checkpoint_config"].ours
         self._seconds, self._saved_at = 60 * config.minutes, time.monotonic()
@@ -95,7 +95,7 @@ class Checkpoints(CheckpointManager):
 
     def _should_save(self, curr_step: int, last_step: bool = False) -> bool:
         is_milestone = self._keep_every and curr_step % self._keep_every == 0
-        return super()._should_save(curr_step, last_step) or (self.enable and bool(self.is_due or is_milestone))
+        return super()._should_save(curr_step, last_step) or (self.enable and bool(self.save_is_due or is_milestone))
 
     def minutes_are_over(self) -> bool:
         """Whether the newest checkpoint is older than `checkpoint.minutes` by this rank's clock."""

@@ -67,7 +67,7 @@ class Diagnostics:
         self._preconditioner = preconditioner
         self._replicas: int = parallel_dims.dp_replicate
         self._stage_ranks: int = parallel_dims.world_size // parallel_dims.pp
-        self._norm = SquaredNorm(model_parts, self._stage_ranks)
+        self._squared_norm = SquaredNorm(model_parts, self._stage_ranks)
         self._gammas = {n: w.gamma for n, w in self._pc_weights().items() if w.gamma is not None}
         self._outputs = OutputSizes(model_parts) if self._settings.freq else None
         self._measuring = False
@@ -118,7 +118,7 @@ class Diagnostics:
         numbers = [zeros(len(self.factors) - update)]
         if self._is_due(step, self._settings.freq):
             effective = {f"{name}.weight" for name in self._pc_weights()}
-            numbers = [self._norm.of_parameters(effective).float().reshape(1)]
+            numbers = [self._squared_norm.of_parameters(effective).float().reshape(1)]
             numbers += [] if self._preconditioner is None else [self._preconditioner.take_estimates()]
             numbers += map(local, self._gammas.values())
             if self._outputs is not None and self._outputs.outputs:

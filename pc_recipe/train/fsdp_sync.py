@@ -37,15 +37,7 @@ def prepare_micro_batch(model_parts: Iterable[nn.Module], once_per_step: bool, i
     for model in model_parts:
         assert isinstance(model, FSDPModule)
         if once_per_step:
-            model.set_requires_gradient_sync(is_last)  # of both
+            model.set_requires_gradient_sync(is_last)  # of reduce-scatter and all-reduce
             model.set_reshard_after_backward(is_last)
         else:
             model.set_requires_all_reduce(is_last)
-
-
-def reshard(model_parts: Iterable[nn.Module]) -> None:
-    """Free the gathered weights that a forward pass without gradients leaves behind."""
-    for model in model_parts:
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()

@@ -208,7 +208,7 @@ class PCMetricsProcessor(MetricsProcessor):
         return {"loss_spikes": count, "spike/first_position": first, "spike/last_position": last}
 
     def log_metrics(self, step: int, metrics: dict[str, float]) -> None:
-        """Log the metrics from `Diagnostics.collect`, if any."""
+        """Log these metrics, if there are any."""
         if metrics:
             self.logger.log(metrics, step)
 

@@ -21,7 +21,7 @@ from pc.config import MatrixSplit
 from pc.preconditioner import Preconditioner
 from pc.targets import clean_name
 from pc.weight import named_weights
-from pc_recipe.config.optimizers import KINDS, Optimizer
+from pc_recipe.config.optimizers import KINDS, OptimizerSection
 from pc_recipe.config.sections import block_factor
 
 
@@ -46,7 +46,7 @@ class Optimizers(OptimizersContainer):
     TorchTitan's container saves only one optimizer per model part; this one saves all.
     """
 
-    def __init__(self, model_parts: list[nn.Module], config: Optimizer) -> None:
+    def __init__(self, model_parts: list[nn.Module], config: OptimizerSection) -> None:
         self.model_parts = model_parts
         self.preconditioner: Preconditioner | None = None
         """PC's"""
@@ -61,11 +61,7 @@ class Optimizers(OptimizersContainer):
         self.saved_rates: list[float] = []
         """those of the next step by the schedule of the checkpoint that was loaded"""
         self.skips_step = False
-        """whether the next step changes nothing"""
-
-    def step(self, *arguments, **options) -> None:  # type: ignore[override]  # as TorchTitan's own
-        for optimizer in [] if self.skips_step else self.optimizers:
-            optimizer.step(*arguments, **options)
+        """whether this step is left out"""
 
     def named(self) -> Iterator[tuple[str, torch.optim.Optimizer]]:
         """Each optimizer with its kind."""
@@ -90,7 +86,7 @@ class Optimizers(OptimizersContainer):
             group.update(of_config)
 
     def rates(self) -> list[float]:
-        """The learning rate of each group at the next step; first that of the config's optimizer without `lr_factors`."""
+        """The learning rate that each group has now; first that of the config's optimizer without `lr_factors`."""
         return [group["lr"] for group in self._groups()]
 
     def _groups(self) -> list[dict[str, Any]]:
@@ -132,7 +128,7 @@ def build_schedulers(optimizers: Optimizers, titan: Any, training_steps: int) ->
     return built
 
 
-def _build(model: nn.Module, config: Optimizer) -> dict[str, torch.optim.Optimizer]:
+def _build(model: nn.Module, config: OptimizerSection) -> dict[str, torch.optim.Optimizer]:
     """{kind: optimizer}: the config's optimizer for the hidden matrices, AdamW for the rest."""
     members: dict[str, dict[tuple[float, bool], list[nn.Parameter]]] = {config.name: {}, "AdamW": {}}
     """{kind: {(factor of the learning rate, whether a weight is one matrix for each attention head): parameters}}"""
@@ -158,7 +154,7 @@ def _build(model: nn.Module, config: Optimizer) -> dict[str, torch.optim.Optimiz
 
 
 def _group(
-    model: nn.Module, config: Optimizer, kind: str, factor: float, heads: bool, some: list[nn.Parameter]
+    model: nn.Module, config: OptimizerSection, kind: str, factor: float, heads: bool, some: list[nn.Parameter]
 ) -> dict[str, Any]:
     """A parameter group, with its own learning rate and decay."""
     lr = KINDS[kind].lr(config) * factor

@@ -48,6 +48,7 @@ class SquaredNorm:
 
     @torch.no_grad()
     def of_gradients(self) -> Tensor:
+        """A scalar on the device."""
         return self._sum(_gradient)
 
     @torch.no_grad()
@@ -85,6 +86,7 @@ class Agreement(NamedTuple):
     wishes: list[bool]
     """for each, whether any rank has it"""
     logged_norm: float
+    """the same as `norm`, on the host"""
 
 
 @torch.no_grad()
@@ -100,7 +102,7 @@ def agree(squares: Tensor, loss: Tensor, wishes: Sequence[bool]) -> Agreement:
     # Infinity and NaN survive every sum (inf - inf is NaN).
     sums = torch.stack([squares, loss.to(squares), *(torch.full_like(squares, wish) for wish in wishes)])
     dist.all_reduce(sums)
-    norm = sums[0].sqrt_()
+    norm = sums[0].sqrt_()  # in `sums` too
     logged_norm, loss_sum, *counts = sums.cpu().tolist()
     return Agreement(norm, math.isfinite(logged_norm + loss_sum), [count > 0 for count in counts], logged_norm)
 

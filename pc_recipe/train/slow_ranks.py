@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 ALLOWED = 0.1
-"""A rank may be so far behind the median."""
+"""A rank may be so far behind the median: in loading, as a share of all time; in the output layer, of the median."""
 
 
 class OutputTimes:

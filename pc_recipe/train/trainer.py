@@ -106,7 +106,7 @@ class Trainer(torchtitan.train.Trainer):
         self._output_times = OutputTimes(parts)
         self._arm = make_arm(parts, self.optimizers, config)
         self._finite_steps = FiniteSteps(parts, self.preconditioner, config.training.max_nonfinite_steps)
-        self._norm = SquaredNorm(parts, dims.world_size // dims.pp)
+        self._squared_norm = SquaredNorm(parts, dims.world_size // dims.pp)
         # name and factor of each number that `_log` sends, in its order
         factors = [(name, 1.0) for name in ("loss", *self.metrics_processor.NUMBERS)]
         self._rank_numbers = RankNumbers(factors + self.diagnostics.factors, self.device)
@@ -160,7 +160,7 @@ class Trainer(torchtitan.train.Trainer):
         """Make a step's gradients those of the mean loss, then those of W and gamma."""
         if self.parallel_dims.pp_enabled:
             # With pipeline parallelism, TorchTitan 0.2.2 does not divide by the token count.
-            torch._foreach_div_(self._norm.gradients(), self._batches.tokens)
+            torch._foreach_div_(self._squared_norm.gradients(), self._batches.tokens)
         self.diagnostics.begin_update(self.step)
         if self.preconditioner is not None:
             self.preconditioner.pull_back()
@@ -171,10 +171,10 @@ class Trainer(torchtitan.train.Trainer):
         if self.step < self.config.training.steps:
             begin = time.perf_counter()
             self._data_error = self.dataloader.look_ahead(self.gradient_accumulation_steps)
-            processor.data_loading_times[-1] += time.perf_counter() - begin
+            processor.data_loading_times[-1] += time.perf_counter() - begin  # TorchTitan's entry for this step
         wishes = [self._stop_requested or self._data_error is not None, self.checkpointer.minutes_are_over()]
-        agreed = agree(self._norm.of_gradients(), loss, wishes)
-        self._stop_agreed, self.checkpointer.is_due = agreed.wishes
+        agreed = agree(self._squared_norm.of_gradients(), loss, wishes)
+        self._stop_agreed, self.checkpointer.save_is_due = agreed.wishes
         self.optimizers.skips_step = self._finite_steps.skips(self.step, agreed.is_finite, processor.positions)
         if self.optimizers.skips_step:
             processor.log_metrics(self.step, {"steps_left_out": self._finite_steps.count})
@@ -182,13 +182,13 @@ class Trainer(torchtitan.train.Trainer):
 
     def _update(self, norm: Tensor) -> None:
         """Clip the gradients, whose norm is `norm`, and step, unless the step is skipped."""
+        if self.optimizers.skips_step:
+            return
         self._clip(norm)
         self.checkpointer.maybe_wait_for_staging()
-        if not self.optimizers.skips_step:
-            self._arm.before_step(self.step)
+        self._arm.before_step(self.step)
         self.optimizers.step()
-        if not self.optimizers.skips_step:
-            self._arm.after_step(self.step)
+        self._arm.after_step(self.step)
 
     def _clip(self, norm: Tensor) -> None:
         parameters = [parameter for part in self.model_parts for parameter in part.parameters()]
@@ -201,14 +201,15 @@ class Trainer(torchtitan.train.Trainer):
         if not is_logged and not self.diagnostics.is_due(self.step):
             return
         numbers = processor.own_numbers(self._output_times.take()) if is_logged else [0.0] * len(processor.NUMBERS)
-        times = torch.tensor(numbers).to(self.device, non_blocking=True)
-        of_ranks = self._rank_numbers.gather([loss.reshape(1), times, *self.diagnostics.measure(self.step)])
+        own = torch.tensor(numbers).to(self.device, non_blocking=True)
+        of_ranks = self._rank_numbers.gather([loss.reshape(1), own, *self.diagnostics.measure(self.step)])
         if is_logged:
             losses = of_ranks.of("loss")
             processor.log(
                 self.step,
                 # float32, as each rank's own sum is; tensor-parallel ranks all add the same tokens
                 losses.sum().float().item() / dims.tp,
+                # a rank's sum is over its part of the sequence, divided by the tokens of all ranks
                 losses.max().item() * self._batches.data_ranks * dims.cp,
                 grad_norm,
                 extra_metrics={

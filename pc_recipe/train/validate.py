@@ -9,11 +9,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torchtitan.components.loss import IGNORE_INDEX
 
+from pc.preconditioner import reshard
 from pc_recipe.config import Config
 from pc_recipe.data.loader import GlobalOrderLoader
 from pc_recipe.data.manifest import Manifest, require_same_tokenizer
 from pc_recipe.files.run_log import unique_names
-from pc_recipe.train.fsdp_sync import reshard
 from pc_recipe.train.progress import is_due
 
 
@@ -72,7 +72,7 @@ class FixedValidator:
         trainer.metrics_processor.log_validation(loss, trainer.step, more)
         for model in trainer.model_parts:
             model.train()
-        reshard(trainer.model_parts)
+        reshard(trainer.model_parts)  # a pass without gradients leaves the weights gathered
 
 
 def _sum_over_batches(trainer: Any, dataloader: GlobalOrderLoader) -> Tensor:
