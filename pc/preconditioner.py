@@ -14,6 +14,7 @@ parallelism. Where a gradient is says what it is of:
 
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -83,7 +84,7 @@ class Preconditioner:
         self._models = models
         self._fsdp_modules = [module for module in modules if isinstance(module, FSDPModule)]
         self._ddp_modules = [module for module in modules if isinstance(module, DistributedDataParallel)]
-        self._replicas = process_group or next((module.process_group for module in self._ddp_modules), None)
+        self._sharing = process_group or next((module.process_group for module in self._ddp_modules), None)
         """ranks that have the same plain weights, and share the work"""
         self.weights: dict[str, Weight] = {name: w for model in models for name, w in named_weights(model)}
         self._plans = RecentPlans()
@@ -101,7 +102,7 @@ class Preconditioner:
         self._is_pulled_back = False
         """whether gradients were pulled back since PC(W) was written"""
         self._is_stale = False
-        """whether W or gamma is newer than PC(W)"""
+        """whether PC(W) is known to be older than W or gamma: a step moves both, by hand only W is seen to change"""
         self._lock = threading.RLock()  # a thread may evaluate while a step is taken
         self._is_saving = False
         """whether an optimizer's state is being taken, which may be between micro-batches"""
@@ -114,7 +115,7 @@ class Preconditioner:
             if weight.orig is None:
                 weight.start()
         self._note_versions()
-        if remove_guards(modules):
+        if remove_guards(modules):  # `pc.attach` puts them on weights that do not hold PC(W)
             self._write(advance=True, share=True)
 
     def __reduce__(self):
@@ -150,7 +151,7 @@ class Preconditioner:
             if not all(ddp.require_backward_grad_sync for ddp in self._ddp_modules):
                 raise UserError("pull_back() within no_sync(): call it after the backward pass that averages gradients")
             used = [weight for weight in self.weights.values() if weight.effective.grad is not None]
-            if len(used) < len(self.weights):
+            if len(used) < len(self.weights):  # or the gradient is that of a parameter which took the weight's place
                 self._require_in_place()
             if not used:
                 raise UserError("pull_back() found no gradient of a weight with PC; call it after backward()")
@@ -163,7 +164,7 @@ class Preconditioner:
             for weight in used:
                 gradient: Any = weight.effective.grad  # perhaps a view of DDP's bucket, so it is not written to
                 inputs.append((weight.orig, gradient, weight.gamma_values, weight.u, weight.v))
-                outputs.append((torch.empty_like(gradient), torch.zeros_like(weight.gamma_values)))
+                outputs.append((torch.empty_like(gradient), torch.empty_like(weight.gamma_values)))
             self._run("pull back", self._pull_back_batch, used, inputs, outputs)
             for weight, (gradient, gamma_gradient) in zip(used, outputs, strict=True):
                 weight.effective.grad = None
@@ -201,8 +202,10 @@ class Preconditioner:
         """How often u and v were replaced because the largest singular value was underestimated
         (`pc.spectral.second_opinion`), by weight, of those that this rank computes. Waits for the device."""
         counts = torch.stack([*self._replaced.values()]).tolist() if self._replaced else []
-        names = [", ".join(dict.fromkeys(name for name, _ in matrices)) for _, *matrices in self._replaced]
-        return {name: int(count) for name, count in zip(names, counts, strict=True) if count}
+        by_name = Counter[str]()
+        for (_, *matrices), count in zip(self._replaced, counts, strict=True):
+            by_name[", ".join(dict.fromkeys(name for name, _ in matrices))] += int(count)
+        return dict(+by_name)
 
     def take_estimates(self) -> Tensor:
         """What second starts of this rank have found since the last call, [2]. Does not wait.
@@ -262,14 +265,15 @@ class Preconditioner:
     ) -> None:
         """Call `function(matrices, split, *tensors)` for every batch of matrices on its owner; `matrices` identifies the batch."""
         is_joining = any(ddp._join_config.enable for ddp in self._ddp_modules)  # some ranks have no batches any more
-        replicas = self._replicas if share and not is_joining else None
-        splits, place = [w.split for w in weights], (weights[0].orig.dtype, weights[0].orig.device)
-        key = (name, replicas, place, *(w.name for w in weights))
-        plan = self._plans.get(key, lambda: Plan(inputs, outputs, splits, [split.cost for split in splits], replicas))
+        sharing = self._sharing if share and not is_joining else None
+        splits = [w.split for w in weights]
+        tensors_are = weights[0].orig.dtype, weights[0].orig.device  # `model.double()` makes others of the same names
+        key = (name, sharing, tensors_are, *(w.name for w in weights))
+        plan = self._plans.get(key, lambda: Plan(inputs, outputs, splits, [split.cost for split in splits], sharing))
         batches = iter(plan.batches)
 
         def on_batch(split: WeightSplit, *tensors: Tensor) -> Sequence[Tensor]:
-            matrices = place, *((weights[item].name, index) for item, index in next(batches))
+            matrices = tensors_are, *((weights[item].name, index) for item, index in next(batches))
             return function(matrices, split, *tensors)
 
         with without_autocast(weights[0].orig):
@@ -358,6 +362,7 @@ class Preconditioner:
         def with_pc() -> Any:
             self._take_note_of_changes()  # by the step itself
             if self._is_stale:  # the step calls it again, as LBFGS does; or other optimizers have stepped before
+                # u and v advance if this optimizer has taken a step since PC(W) was written; within its step they do not
                 self._write(advance=optimizer in self._stepped, share=False)
             with torch.enable_grad():
                 loss = closure()
@@ -403,9 +408,9 @@ class Preconditioner:
         self._versions = [_versions(weight) for weight in self.weights.values()]
 
     def _take_note_of_changes(self) -> None:
-        """Find by version counters which tensors have changed since they were noted, and draw the conclusion:
+        """Find by version counters which of `weight`, W and u have changed since they were noted, and draw the conclusion:
 
-            all tensors of a weight    a state was loaded, so `weight` is PC(W)
+            all three                  a state was loaded, so `weight` is PC(W)
             W, but not `weight`        somebody changed W, so PC(W) is stale
             `weight`, but not all      an error, unless PC(W) is stale and will be written anyway
 
@@ -438,7 +443,7 @@ class Preconditioner:
 
 @torch.compiler.disable
 def _require_w(reference: "weakref.ref[Preconditioner]", optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
-    """Before a step of any optimizer: one of a preconditioner without optimizers, made before it, has PC(W) alone.
+    """Before a step of any optimizer. One that was made before a preconditioner that follows none holds PC(W), not W.
 
     Raises:
         UserError: it would train all but W, in silence.

@@ -178,6 +178,23 @@ def test_a_training_whose_weight_is_lifted_goes_on(monkeypatch):
     assert replaced == {} and count == 0 and losses[31] > 100 and math.isnan(losses[59])
 
 
+def test_each_matrix_of_a_stack_counts():
+    """A CPU writes the matrices of a stack one by one; the count by name is that of all."""
+    weight, u, v = (
+        torch.cat(one)
+        for one in zip(*(lifted((12, 20), 2.0, torch.Generator().manual_seed(i)) for i in range(3)), strict=True)
+    )
+    model = torch.nn.ModuleDict({"mlp": torch.nn.Module()})
+    model["mlp"].experts = torch.nn.Parameter(weight)
+    splits = {"*.experts": pc.MatrixSplit(("down",))}
+    preconditioner = pc.precondition(pc.attach(model, PCConfig(blocks=("ffn",), splits=splits)))
+    ((name, held),) = preconditioner.weights.items()
+    held.u.copy_(u)
+    held.v.copy_(v)
+    preconditioner.write_pc()
+    assert preconditioner.replaced() == {name: 3}
+
+
 def test_the_layer_in_the_graph_has_the_same_second_opinion():
     weight, u, v = lifted((20, 30), 2.0, torch.Generator().manual_seed(3))
     layer = pc.PCLinear(30, 20, LEVEL_4.for_block("o"), bias=False, dtype=torch.float64)
