@@ -8,7 +8,7 @@ The modules at this level need only torch and work in any training loop:
     ...                                    # train as before, with preconditioner.pull_back() before clipping
     model = pc.merge(model)
 
-`weight` always holds PC(W), and W is `weight_orig`, as a mixed-precision optimizer has a master weight beside the
+`weight` holds PC(W), and W is `weight_orig`, as a mixed-precision optimizer has a master weight beside the
 model's. The modules, in the order of their imports:
 
     terminal, errors                  what commands say of mistakes, and how they print; without torch

@@ -73,7 +73,7 @@ def precondition(
     models = _listed(models)
     weights = _require_usable(models)
     if optimizers:
-        followed.find(weights, optimizers)  # raises before anything is changed
+        followed.find_groups(weights, optimizers)  # raises before anything is changed
     made = Preconditioner(models, process_group)
     if optimizers:
         made.follow(*optimizers)
@@ -160,7 +160,7 @@ def preserve(models: nn.Module | Iterable[nn.Module]) -> None:
 
 def plain_state_dict(model: nn.Module) -> dict[str, Any]:
     """The model's state dict with PC(W) under the names of a plain model, and without what PC has added."""
-    _require_pc(model)
+    _ensure_pc(model)
     added = {*added_names(model)}
     return {key: value for key, value in model.state_dict().items() if key not in added}
 
@@ -173,7 +173,7 @@ def merge(model: nn.Module) -> nn.Module:
     Raises:
         UserError: there is no PC(W), or a weight was changed. The model is then as before.
     """
-    _require_pc(model)
+    _ensure_pc(model)
     return _remove(model)
 
 
@@ -191,7 +191,7 @@ def _weights(*models: nn.Module) -> list[Weight]:
     return [weight for model in models for _, weight in named_weights(model)]
 
 
-def _require_pc(model: nn.Module) -> None:
+def _ensure_pc(model: nn.Module) -> None:
     """Write PC(W) if it is not there yet; on this rank alone, as one rank may save alone."""
     if (preconditioner := preconditioner_of(model)) is not None:
         preconditioner.write_if_stale()

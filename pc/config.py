@@ -92,6 +92,7 @@ class PCConfig:
                 raise UserError(f"pc.blocks: {name!r} is not a block; use {known}, or a full-name pattern")
         if unknown := set(self.heads) - {"q", "k", "v"}:
             raise UserError(f"pc.heads: {sorted(unknown)[0]!r} is not one of q, k, v")
+        # by their names, so that configs with the same maps are equal
         levels = {block: name_of(map) for block, map in self.maps.items()}
         object.__setattr__(self, "level", levels if isinstance(self.level, Mapping) else levels[self.blocks[0]])
         for coefficients in set(self.maps.values()):
@@ -129,7 +130,7 @@ class PCConfig:
         return self.maps[self.blocks[0]]
 
     def for_block(self, block: str) -> "PCConfig":
-        """The configuration of one entry of `blocks`, with that entry's level."""
+        """The configuration of one entry of `blocks`, with that entry's level. Its cached `maps` has the others too."""
         level = self.level[block] if isinstance(self.level, Mapping) else self.level
         one = copy(self)  # not made anew: its values were checked, and warned of
         vars(one).update(level=level, blocks=(block,), heads=(), splits=None)

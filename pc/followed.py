@@ -29,6 +29,7 @@ def unwrapped(optimizers: Iterable[Any]) -> list[Optimizer]:
 
 
 def ids_of_parameters(*optimizers: Optimizer) -> set[int]:
+    # [:] is a plain list, where `Parameters` would refuse to be walked through
     return {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"][:]}
 
 
@@ -58,10 +59,10 @@ def join(weights: Iterable[Weight], given: Iterable[Any], preconditioner: Any) -
     W also gets what an optimizer has stored for PC(W), such as its momentum. `zero_grad` clears gradients of PC(W) too.
 
     Raises:
-        UserError: as `find`. Optimizers are then as before.
+        UserError: as `find_groups`. Optimizers are then as before.
     """
     weights = [*weights]
-    optimizers, joining = find(weights, given, preconditioner)  # all found before the first joins
+    optimizers, joining = find_groups(weights, given, preconditioner)  # all found before the first joins
     for optimizer in optimizers:
         has = ids_of_parameters(optimizer)
         for group in optimizer.param_groups:
@@ -125,7 +126,7 @@ def _clearing(zero_grad: Callable, weights: list[Weight]) -> Callable:
     return both
 
 
-def find(
+def find_groups(
     weights: Iterable[Weight], given: Iterable[Any], preconditioner: Any = None
 ) -> tuple[list[Optimizer], list[tuple[Weight, Any]]]:
     """The optimizers, without lists and wrappers. Then each weight whose gamma none of them has, with the parameter group

@@ -36,7 +36,6 @@ class Guard:
             raise UserError(f"there is no PC(W) of {name}: {self._reason}")
 
     def put_on(self, modules: Iterable[nn.Module]) -> None:
-        remove_guards(modules)
         for module in modules:
             # before FSDP's own, which gathers the weights
             module.register_forward_pre_hook(self, prepend=True)

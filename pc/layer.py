@@ -11,7 +11,7 @@ from pc.config import PCConfig
 from pc.errors import UserError
 from pc.method import Method, method_of
 from pc.spectral import initial_vectors, without_autocast
-from pc.targets import find, require_complete
+from pc.targets import find
 
 
 def effective_weight(weight: Tensor, gamma: Tensor | None, u: Tensor, v: Tensor, config: PCConfig) -> Tensor:
@@ -96,7 +96,8 @@ class PCLinear(nn.Linear):
 
 
 def put_in_graph(model: nn.Module, config: PCConfig) -> dict[str, PCLinear]:
-    """Replace the linear layers that the config names by `PCLinear` layers with the same weights, in place.
+    """Replace the linear layers that the config names by `PCLinear` layers with the same weights, in place, for
+    tests and measurements.
 
     Returns:
         them by name; `refresh` each after every optimizer step.
@@ -104,16 +105,14 @@ def put_in_graph(model: nn.Module, config: PCConfig) -> dict[str, PCLinear]:
     Raises:
         UserError: a weight that is not one matrix of an `nn.Linear`.
     """
-    targets, others = find(model, config)
-    require_complete(config, targets, others)
+    targets, _ = find(model, config)
     layers = {}
     for target in targets.values():
         linear = target.module
         if type(linear) is not nn.Linear or [part.count for part in target.split.parts] != [1]:
             raise UserError(f"{target.name} is a {type(linear).__name__}; a PCLinear is one matrix of an nn.Linear")
         size = linear.in_features, linear.out_features, target.config, target.name
-        has_bias = linear.bias is not None
-        layer = PCLinear(*size, bias=has_bias, device=linear.weight.device, dtype=linear.weight.dtype)
+        layer = PCLinear(*size, bias=False, device=linear.weight.device, dtype=linear.weight.dtype)
         layer.weight, layer.bias = linear.weight, linear.bias
         model.set_submodule(target.name, layer)
         if not layer.weight.is_meta:

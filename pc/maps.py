@@ -40,8 +40,8 @@ POLAR_EXPRESS: tuple[Coefficients, ...] = (
 LEVELS: dict[int | str, Map] = {**dict(sorted(COEFFICIENTS.items())), "polar_express": POLAR_EXPRESS}
 LEVEL_NAMES = ", ".join(map(str, LEVELS))
 
-# W / s has a singular value above 1 where s is too low. Up to this value a map may be evaluated: levels 1 to 4 stay below
-# 1.26 on [0, REACH]. Polar Express is bounded on [0, OTHER_REACH], and one's own maps are checked there.
+# W / s has a singular value above 1 where s is too low. Levels 1 to 4 may be evaluated up to REACH: they stay below 1.26
+# there. Polar Express is bounded on [0, OTHER_REACH], and one's own maps are checked there.
 REACH, OTHER_REACH = 1.2, 1.1
 # Own coefficients: the values that g may take on [0, OTHER_REACH], and how far g(1) may be from 1 without a warning.
 OWN_MAP_RANGE = (-0.05, 1.1)
@@ -75,17 +75,17 @@ def _is_number(value: Any) -> bool:
 
 @cache
 def _require_within_range(coefficients: Coefficients) -> None:
-    """Check a map of one's own on [0, 1.1], the range of singular values after division by the estimated norm.
+    """Check a map of one's own on [0, OTHER_REACH], the range of singular values after division by the estimated norm.
 
     The published maps stay within [0, 1.021] there. Values far outside [0, 1] would flip singular vectors or let the
     norm grow.
     """
     lowest, highest = OWN_MAP_RANGE
-    values = ((x, evaluate(coefficients, x)) for x in (i / 10_000 for i in range(11_001)))
+    values = ((x, evaluate(coefficients, x)) for x in (OTHER_REACH * i / 10_000 for i in range(10_001)))
     outside, sigma, value = max((max(y - highest, lowest - y), x, y) for x, y in values)
     if outside > 0:
         raise UserError(
-            f"pc.level: coefficients {list(coefficients)}: g({sigma:.4g}) = {value:.4g}, but on [0, 1.1] a map must stay within "
+            f"pc.level: coefficients {list(coefficients)}: g({sigma:.4g}) = {value:.4g}, but on [0, {OTHER_REACH}] a map must stay within "
             f"[{lowest}, {highest}]"
         )
 

@@ -70,7 +70,7 @@ def _why_not(name: str, parameter: Tensor, is_known: bool) -> str:
     if not parameter.numel():
         return "empty"
     if parameter.is_complex() or not parameter.is_floating_point():
-        return f"{parameter.dtype} is no real number with a point".replace("torch.", "")
+        return f"{parameter.dtype} is no real floating-point type".replace("torch.", "")
     if parameter.dtype.itemsize < 2:
         return "of 8 bits, whose scales are not known"
     if parameter.ndim > 3 or (parameter.ndim == 3 and not is_known and "expert" not in name):

@@ -60,7 +60,7 @@ class Method:
         config: with one level.
 
     Attributes:
-        reach: how many times the estimate u^T W v the largest singular value may be, such as 1.2.
+        reach: the largest singular value divided by its estimate u^T W v may be so much, such as 1.2.
     """
 
     def __init__(self, config: PCConfig) -> None:
@@ -92,10 +92,10 @@ class Method:
     @torch.no_grad()
     @matmul_precision("ieee")
     def write(self, weight: Tensor, gamma: Tensor, u: Tensor, v: Tensor, *, advance: bool = True) -> tuple[Tensor, ...]:
-        """PC(W), by u and v that have advanced first, unless `advance` is false.
+        """PC(W), by u and v that advance first, unless the argument `advance` is False.
 
         Returns:
-            PC(W) [B, n, m]; the new u and v; the third result of `advance` [B], 0 if it is false; and further tensors, which
+            PC(W) [B, n, m]; the new u and v; the third result of `second_opinion` [B], 0 without `advance`; and further tensors, which
             `pull_back` of the same W, u and v can use again.
         """
         with self._polynomial_precision():
@@ -145,17 +145,17 @@ class Method:
         return d_weight, (s[:, :, 0] if self.config.norm_recovery else 1.0) * value_product[:, None]
 
     @torch.no_grad()
-    def invert(self, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def invert(self, effective: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """W = sigma_1 U diag(x) V^T for a weight with singular values t sigma_1: x is the smallest root of g(x) = t,
         and 1 for the largest. Then u^T W v = sigma_1, so PC(W) is the weight up to rounding."""
         # float64, because a decomposition in float32 has an error of 5e-6 at 512 x 1408, and this runs only once
-        left, singular_values, right = torch.linalg.svd(weight.double(), full_matrices=False)
+        left, singular_values, right = torch.linalg.svd(effective.double(), full_matrices=False)
         largest = singular_values[:, :1]
         relative = singular_values / largest.clamp(min=torch.finfo(largest.dtype).tiny)
         roots = smallest_root(self.map, relative)
         roots[:, 0] = 1.0
         raw = left * (largest * roots)[:, None, :] @ right
-        return raw.to(weight.dtype), left[:, :, 0].to(weight.dtype), right[:, 0].to(weight.dtype)
+        return raw.to(effective.dtype), left[:, :, 0].to(effective.dtype), right[:, 0].to(effective.dtype)
 
     def require_invertible(self) -> None:
         """Raise a `UserError` with the reason if `invert` cannot work."""

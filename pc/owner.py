@@ -56,7 +56,7 @@ class Plan:
         outputs: the tensors of each item to write results into, all of one dtype; they may also be inputs.
         settings: of each item, for the function; None for all by default.
         costs: of a matrix of each item; the default is `matrix_cost`.
-        replicas: ranks that share the work on items without shards; by default each computes all of them.
+        sharing: ranks that share the work on items without shards; by default each computes all of them.
 
     Raises:
         UserError: tensors of several dtypes, an item on several meshes, or shards that are not slices of their tensor.
@@ -68,7 +68,7 @@ class Plan:
         outputs: Sequence[Item],
         settings: Sequence[Hashable] | None = None,
         costs: Sequence[float] | None = None,
-        replicas: dist.ProcessGroup | None = None,
+        sharing: dist.ProcessGroup | None = None,
     ) -> None:
         self._shardings = _shardings(inputs), _shardings(outputs)
         if any(len({dtype for *_, dtype in side}) > 1 for side in self._shardings):
@@ -77,7 +77,7 @@ class Plan:
         costs = costs if costs is not None else [matrix_cost(item[0].shape) for item in inputs]
         of_groups: dict[_Group, list[_Matrix]] = defaultdict(list)
         for item, (given, wanted, of_item) in enumerate(zip(inputs, outputs, settings, strict=True)):
-            group = _group((*given, *wanted), replicas)
+            group = _group((*given, *wanted), sharing)
             of_groups[group] += _matrices(group, item, given, wanted, of_item)
         one_by_one = bool(inputs) and inputs[0][0].device.type in ONE_BY_ONE
         self._buckets: list[_Bucket] = []
@@ -111,7 +111,7 @@ class Plan:
     @property
     def batches(self) -> list[tuple[tuple[int, int | None], ...]]:
         """Of each call of the function on this rank, in order: item and index in its stack (None: single) of every
-        matrix. Plans of the same weights, settings, costs and replicas have the same batches."""
+        matrix. Plans of the same weights, settings, costs and `sharing` have the same batches."""
         return [tuple((m.item, m.index) for m in batch) for bucket in self._buckets for batch in bucket.batches]
 
 
@@ -157,8 +157,8 @@ class _Group(NamedTuple):
     places: tuple[Ints, ...] = ((),)  # of each rank in the mesh
 
 
-def _group(tensors: Sequence[Tensor], replicas: dist.ProcessGroup | None) -> _Group:
-    """The ranks that exchange the tensors of an item; this rank alone if it holds whole matrices, without replicas."""
+def _group(tensors: Sequence[Tensor], sharing: dist.ProcessGroup | None) -> _Group:
+    """The ranks that exchange the tensors of an item; this rank alone if it holds whole matrices and shares no work."""
     meshes = {tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor) and sharded_dims(tensor)}
     if len(meshes) > 1:
         raise UserError("pc.owner needs the tensors of an item on one device mesh")
@@ -170,8 +170,8 @@ def _group(tensors: Sequence[Tensor], replicas: dist.ProcessGroup | None) -> _Gr
         dimensions -= shard_e.pop() if len(shard_e) == 1 else set()
     if dimensions:
         return _group_of(meshes.pop(), tuple(sorted(dimensions)), dist.group.WORLD)
-    if replicas and replicas.size() > 1 and not any(isinstance(tensor, DTensor) for tensor in tensors):
-        return _Group(replicas, replicas.rank(), (replicas.size(),), tuple((rank,) for rank in range(replicas.size())))
+    if sharing and sharing.size() > 1 and not any(isinstance(tensor, DTensor) for tensor in tensors):
+        return _Group(sharing, sharing.rank(), (sharing.size(),), tuple((rank,) for rank in range(sharing.size())))
     return _Group()
 
 
@@ -285,8 +285,8 @@ class _Bucket:
         like = local(inputs[0][0])
         if self.is_sharded:
             shards = self._exchange(shards, self.held[INPUTS], self.owned[INPUTS], like)
-        # Else every rank has every input whole. `nearest_to` has then left in `held` only the inputs that this rank owns, in
-        # the order of `owned`. So they are taken as if they had been received.
+        # Else every rank has every input whole, and nothing is sent: in `held` it gives inputs to itself alone. For example,
+        # rank 0 of two has held = [[its matrices' inputs], []] and owned = [[the same], []].
         batches = self._assemble(shards, like)
         results = []
         for batch in self.batches:

@@ -123,7 +123,7 @@ def _gradient(coefficients: Coefficients, gram: Tensor, inner: Sequence[Tensor],
     All values are polynomials of `G`, so they are symmetric and commute. The gradient with respect to P of `<P P, S>`
     is `S P + P S`: one matmul and its transpose. It follows how `_values` computes p:
 
-        p = factor root^2 + linear G + constant    factor (S root + root S) goes on to root; S linear is added
+        p = factor root^2 + linear G + constant    factor (S root + root S) goes on to root; linear S is added
         p = G q(G) + constant                      (G S + S G) / 2 goes on to q; (S q + q S) / 2 is added
 
     Args:
@@ -159,6 +159,8 @@ def _stage_vjp(
     gradient dN with respect to N is
 
         dN = p(G) H + M N    <dN, N> = <p(G), D> + <M, G>
+
+    In the code `d_value` is D, and `right` M, both without their factor 1 / divisor.
     """
     if matrix.size(-2) > matrix.size(-1):
         result, value_product, matrix_product = _stage_vjp(coefficients, matrix.mT, divisor, scale, gradient.mT, kept)
@@ -175,9 +177,9 @@ def _stage_vjp(
     value_product, matrix_product = (product * factor[:, 0, 0] for product in (value_product, matrix_product))
     # Multiply factor and scale first: the cube of a small factor underflows in float32. With norm_recovery scale is
     # gamma s and factor 1 / s, so that their product is gamma.
-    outer = factor * scale
-    result = (value * outer) @ gradient
-    right.mul_(factor.square() * outer)
+    both = factor * scale
+    result = (value * both) @ gradient
+    right.mul_(factor.square() * both)
     return torch.baddbmm(result, right, matrix, out=result), value_product, matrix_product
 
 

@@ -36,13 +36,13 @@ def is_stack(weight: Tensor) -> bool:
     return weight.ndim == 3
 
 
-def on_any_rank(found: Tensor, tensors: Iterable[Tensor], *groups: dist.ProcessGroup) -> Tensor:
+def on_any_rank(conditions: Tensor, tensors: Iterable[Tensor], *groups: dist.ProcessGroup) -> Tensor:
     """Whether each condition is true on any rank that shares these tensors or is in one of `groups`.
 
-    All these ranks call it and get the same answer. If they went different ways, one would wait for another for ever in
+    All these ranks call it with as many conditions, [k], and get the same answer, 1.0 or 0.0 for each. If they went different ways, one would wait for another for ever in
     the next collective.
     """
-    found = found.float()
+    found = conditions.float()
     meshes = dict.fromkeys(tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor))
     for group in dict.fromkeys([*(group for mesh in meshes for group in mesh.get_all_groups()), *groups]):
         dist.all_reduce(found, dist.ReduceOp.MAX, group=group)

@@ -87,7 +87,7 @@ def second_opinion(weight: Tensor, gram: Tensor, u: Tensor, v: Tensor, reach: fl
         reach: how far above 1 the map may be evaluated.
 
     Returns:
-        u [..., n], v [..., m], and what the second start found over `u^T W v` [...], 1 if they agree. Above `reach` the
+        u [..., n], v [..., m], and the second start's estimate divided by `u^T W v` [...], 1 if they agree. Above `reach` the
         vectors are new.
     """
     with torch.no_grad():

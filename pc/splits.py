@@ -3,7 +3,7 @@
 A weight is stored as [N, m], or [E, N, m] for a stack of E independent ones, or transposed: [m, N], [E, m, N]. Its N
 rows (outputs) belong to parts, such as q, k and v of a fused projection. Each part is one matrix, or one for each head.
 
-    stored [12, m]                    MatrixSplit(("q", "k", "v"), repeats=2): sizes 2, rows of q 4
+    stored [12, m]                    MatrixSplit(("q", "k", "v"), repeats=2): size 2, rows of q 4
     rows 0:2   q of head 0     ->     q [4, m] of rows 0:2 and 6:8      with gamma, u [4], v [m] of its own
     rows 2:4   k of head 0     ->     k [4, m] of rows 2:4 and 8:10                 ...
     rows 4:6   v of head 0            not chosen by `PCConfig.blocks`: its rows stay as they are
@@ -151,13 +151,14 @@ class WeightSplit:
 
         Returns:
             PC(W) as stored; the new u and v; estimates [2]; and what `pull_back` can use again. The estimates say in how many
-            matrices a second start replaced u and v, and the largest value that it found over `u^T W v`.
+            matrices a second start replaced u and v, and its largest estimate divided by `u^T W v`.
         """
         results = [
             part.method.write(*tensors, advance=advance)
             for part, *tensors in zip(self.chosen, self.split_weight(orig), *self._split_all(gamma, u, v), strict=True)
         ]
         weights, of_u, of_v, found = zip(*(of_part[:4] for of_part in results), strict=True)
+        # as `second_opinion` decides
         replaced = sum((one > part.method.reach).sum() for part, one in zip(self.chosen, found, strict=True))
         estimates = torch.stack([replaced.to(orig.dtype), torch.cat(found).max()])
         return (

@@ -5,7 +5,7 @@
     weight_gamma          a parameter of one dimension, unless `PCConfig.learnable_gamma` is off
     weight_u, weight_v    buffers
 
-All are sharded as `weight` is. `pc.precondition` adds them once DDP or FSDP has wrapped the model, so that neither sees
+W is sharded as `weight` is, the others over the same ranks (`pc.shards.shard_like`). `pc.precondition` adds them once DDP or FSDP has wrapped the model, so that neither sees
 them.
 """
 

@@ -24,7 +24,7 @@ class PCCallback(Callback):
         self.preconditioner = started(pl_module, is_replicated=isinstance(trainer.strategy, DDPStrategy))
 
     def setup(self, trainer, pl_module, stage: str) -> None:
-        """Called before a checkpoint is loaded, but with strategies for sharded models, which load later."""
+        """Called before a checkpoint is loaded, except with strategies for sharded models, which load later."""
         has_weights = any(True for _ in named_weights(pl_module))
         if has_weights and not trainer.strategy.restore_checkpoint_after_setup:
             pl_module.to(trainer.strategy.root_device)

@@ -3,7 +3,7 @@
     W <- R normalize(W - lr R normalize(U))        R: the Frobenius norm of W; U: the update of Adam or Muon
 
 So lr is the length of a step relative to the weight. There is no weight decay: the norm is what it would control.
-Give vectors, which are refused, embeddings and head to another optimizer, as the recipe does. A weight that starts at
+Vectors are refused. Give them, embeddings and head to another optimizer, as the recipe does. A weight that starts at
 zero is refused: it would stay there. The norm is that of a stored matrix, also where it has q, k and v in one.
 What it was checked against: docs/method.md.
 """

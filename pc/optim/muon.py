@@ -51,7 +51,7 @@ class Muon(torch.optim.Muon):
                     f"Muon needs matrices, not {[*parameter.shape]}: give vectors to another optimizer, and a stack of matrices "
                     'a "split" in its parameter group'
                 )
-            _split(parameter, group)
+            _split(parameter, group)  # raises if it does not fit
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)

@@ -25,7 +25,7 @@ class ToyBlock(nn.Module):
 
 
 def toy_model(d: int = 7, f: int = 10, layers: int = 2, seed: int = 0) -> nn.Sequential:
-    """float64; with the default sizes no dimension divides by 2 or 3 ranks evenly."""
+    """float64; no default size divides by 3, and d not by 2, so shards are uneven."""
     generator = torch.Generator().manual_seed(seed)
     model = nn.Sequential(*(ToyBlock(d, f) for _ in range(layers))).double()
     with torch.no_grad():

@@ -22,6 +22,7 @@ MATMUL = torch.backends.cuda.matmul
 def _train_by_the_paper(make, steps):
     """Algorithms 1 and 3 of the paper, literally, in a loop without this project's preconditioner."""
     model, state = toy_model(), {}
+    # the other one is attached for its first u and v alone
     for name, marked in pc.named_weights(pc.attach(toy_model(), PCConfig())):
         weight = model.get_submodule(name).weight
         gamma = torch.ones(1, dtype=torch.float64, requires_grad=True)
@@ -295,6 +296,10 @@ def test_plain_weights_loaded_after_precondition():
 class Precisions(TorchDispatchMode):
     """The precision that a GPU's float32 matmuls would have, by the size of the result."""
 
+    def __init__(self):
+        super().__init__()
+        self.seen = {}
+
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         if "mm" in str(function):
@@ -314,7 +319,7 @@ def test_precision_of_products_whatever_the_process_has_chosen(process, compute_
             torch.set_float32_matmul_precision(process)
         else:
             MATMUL.fp32_precision = process
-        chosen, precisions.seen = MATMUL.fp32_precision, {}
+        chosen = MATMUL.fp32_precision
         with precisions:
             loop.call("pull_back", "write_pc")
         assert MATMUL.fp32_precision == chosen

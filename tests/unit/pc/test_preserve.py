@@ -41,15 +41,17 @@ def test_the_weight_comes_back_in_float32_at_the_60m_shapes(level, shape):
 
 
 @pytest.mark.parametrize("level", [1, {"o": OWN, "ffn": 4}], ids=["1", "own and 4"])
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("when", ["before", "after", "twice"])
 def test_an_attached_model_computes_what_it_did(level, when):
     x, model = toy_batch(0), toy_model()
     expected = model(x)
     pc.attach(model, PCConfig(level=level))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    if when == "before":
+    if when != "after":
         pc.preserve(model)
     made = pc.precondition(model, optimizer)
+    if when == "twice":
+        pc.preserve(model)
     if when == "after":  # as where given weights are loaded late
         model.load_state_dict(toy_model().state_dict(), strict=False)
         pc.preserve(model)
