@@ -33,6 +33,7 @@ MODULES = ("pc/*.py", *(f"pc_recipe/train/{name}.py" for name in ("trainer", "op
 """the core and the training step; a pattern without files is passed over"""
 GIVEN = {
     "pc/matrices.py": "checkpoint_report", "pc/measure.py": "checkpoint_report", "pc/shards.py": "hyperball_ranks",
+    "pc/preconditioner.py": "loops|loops_ranks",
     "pc_recipe/train/trainer.py": "nonfinite|stopping|training",
 }  # fmt: skip
 """{module: tests that show it under another name}"""
