@@ -92,7 +92,7 @@ class Preconditioner:
         """what writing the present PC(W) has left for `pull_back`, by the matrices of a batch"""
         self._hooks: dict[Optimizer, list[RemovableHandle]] = {}
         """by followed optimizer"""
-        self._has_left = False
+        self._has_ended = False
         self._stepped: set[Optimizer] = set()
         """followed optimizers that have moved W or gamma since PC(W) was written"""
         self._replaced: dict[tuple, Tensor] = {}
@@ -151,7 +151,7 @@ class Preconditioner:
             if not all(ddp.require_backward_grad_sync for ddp in self._ddp_modules):
                 raise UserError("pull_back() within no_sync(): call it after the backward pass that averages gradients")
             used = [weight for weight in self.weights.values() if weight.effective.grad is not None]
-            if len(used) < len(self.weights):  # or the gradient is that of a parameter which took the weight's place
+            if len(used) < len(self.weights):  # another parameter may have taken the weight's place, and the gradient
                 self._require_in_place()
             if not used:
                 raise UserError("pull_back() found no gradient of a weight with PC; call it after backward()")
@@ -267,20 +267,20 @@ class Preconditioner:
         is_joining = any(ddp._join_config.enable for ddp in self._ddp_modules)  # some ranks have no batches any more
         sharing = self._sharing if share and not is_joining else None
         splits = [w.split for w in weights]
-        tensors_are = weights[0].orig.dtype, weights[0].orig.device  # `model.double()` makes others of the same names
-        key = (name, sharing, tensors_are, *(w.name for w in weights))
+        kind = weights[0].orig.dtype, weights[0].orig.device  # `model.double()` makes others of the same names
+        key = (name, sharing, kind, *(w.name for w in weights))
         plan = self._plans.get(key, lambda: Plan(inputs, outputs, splits, [split.cost for split in splits], sharing))
         batches = iter(plan.batches)
 
         def on_batch(split: WeightSplit, *tensors: Tensor) -> Sequence[Tensor]:
-            matrices = tensors_are, *((weights[item].name, index) for item, index in next(batches))
+            matrices = kind, *((weights[item].name, index) for item, index in next(batches))
             return function(matrices, split, *tensors)
 
         with without_autocast(weights[0].orig):
             plan.run(on_batch, inputs, outputs)
 
     def _require_pc(self) -> None:
-        if self._has_left:
+        if self._has_ended:
             raise UserError(
                 "the model of this preconditioner has no PC any more, since pc.merge or pc.detach; to train on with PC call "
                 "pc.attach and pc.precondition again, to evaluate a plain copy load pc.plain_state_dict(model)"
@@ -330,7 +330,7 @@ class Preconditioner:
         for optimizer in [*self._hooks]:
             self._leave(optimizer)
         self._stop_watching()
-        self._has_left = True
+        self._has_ended = True
         _live.discard(self)
 
     def _leave(self, optimizer: Optimizer, restore: bool = True) -> None:
@@ -425,9 +425,9 @@ class Preconditioner:
         if not any(map(any, changes)):
             return
         self._require_in_place()
-        loaded = [all(of_weight) for of_weight in changes]
+        loaded, is_written_anew = [all(of_weight) for of_weight in changes], self._is_stale
         for weight, (effective, orig, _), is_loaded in zip(self.weights.values(), changes, loaded, strict=True):
-            if effective and not is_loaded and not self._is_stale:  # else it is written anew
+            if effective and not is_loaded and not is_written_anew:
                 raise UserError(
                     f"{weight.name} was changed while it held PC(W), and optimizers train W: change {weight.attribute}_orig "
                     "and call preconditioner.write_pc(); after loading plain weights preconditioner.restart(); give "

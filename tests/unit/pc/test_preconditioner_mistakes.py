@@ -85,6 +85,15 @@ def test_a_change_of_pc_is_said(change, then):
     require_refused(CHANGED, lambda: loop.call("backward", then) if then == "pull_back" else loop.call(then))
 
 
+@pytest.mark.parametrize("w_of, pc_of", [(0, 1), (1, 0)])
+def test_a_change_of_pc_is_said_beside_a_change_of_w(w_of, pc_of):
+    loop = Loop(sgd)
+    with torch.no_grad():
+        loop.model[w_of].attention["wo"].weight_orig.mul_(2.0)
+        loop.model[pc_of].attention["wo"].weight.mul_(2.0)
+    require_refused(CHANGED, loop.preconditioner.write_pc)
+
+
 def test_a_change_of_w_alone():
     """Is refused until PC(W) is written, so that gradients are of the weights that forward passes used."""
     loop = Loop(sgd)
