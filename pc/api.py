@@ -49,7 +49,7 @@ def attach(model: nn.Module, config: PCConfig = PCConfig(), **settings: Any) -> 
     return model
 
 
-@torch.inference_mode(False)  # in which Lightning evaluates: tensors made there cannot be trained
+@torch.inference_mode(False)  # Lightning evaluates in this mode, and tensors made in it cannot be trained
 def precondition(
     models: nn.Module | Iterable[nn.Module],
     *optimizers: Optimizer | Iterable[Optimizer],
@@ -86,7 +86,7 @@ def _listed(models: nn.Module | Iterable[nn.Module]) -> list[nn.Module]:
         parts = [*parts]
         if all(isinstance(part, nn.Module) for part in parts):
             return parts
-    raise UserError(f"pc.precondition takes the model, or its parts, first, not a {type(models).__name__}")
+    raise UserError(f"the first argument should be the model, or its parts, not a {type(models).__name__}")
 
 
 def _require_usable(models: list[nn.Module]) -> list[Weight]:

@@ -75,7 +75,7 @@ class PCConfig:
     learnable_gamma: bool = _key(True, "Multiply by one learnable scalar per matrix, initialised to 1.")
     compute_dtype: ComputeDtype = _key(
         "float32",
-        "Precision of its matmuls. float32: that of the weight, so float64 for a float64 weight.",
+        "Precision of the matmuls of its polynomial. float32: no lower than the weight's own, float32 or float64.",
     )
 
     def __post_init__(self) -> None:
@@ -130,7 +130,7 @@ class PCConfig:
         return self.maps[self.blocks[0]]
 
     def for_block(self, block: str) -> "PCConfig":
-        """The configuration of one entry of `blocks`, with that entry's level. Its cached `maps` has the others too."""
+        """The configuration of one entry of `blocks`, with that entry's level; heads and splits are resolved by then."""
         level = self.level[block] if isinstance(self.level, Mapping) else self.level
         one = copy(self)  # not made anew: its values were checked, and warned of
         vars(one).update(level=level, blocks=(block,), heads=(), splits=None)

@@ -76,7 +76,7 @@ class PCLinear(nn.Linear):
     def refresh(self) -> None:
         """Update `u` and `v` by `power_iterations` power iterations."""
         weight = self.weight
-        if hasattr(weight, "full_tensor"):  # a DTensor, a class that is slow to import
+        if hasattr(weight, "full_tensor"):  # of a DTensor
             weight = weight.full_tensor()  # on every rank: this is the simple reference, not the fast way
         with without_autocast(weight):
             u, v, _ = self.pc_method.advance(weight.to(self.u.dtype), self.u, self.v)

@@ -70,8 +70,8 @@ class Plan:
         costs: Sequence[float] | None = None,
         sharing: dist.ProcessGroup | None = None,
     ) -> None:
-        self._shardings = _shardings(inputs), _shardings(outputs)
-        if any(len({dtype for *_, dtype in side}) > 1 for side in self._shardings):
+        self._signatures = _signatures(inputs), _signatures(outputs)
+        if any(len({dtype for *_, dtype in side}) > 1 for side in self._signatures):
             raise UserError("pc.owner needs inputs of one dtype, and outputs of one dtype")
         settings = settings if settings is not None else [None] * len(inputs)
         costs = costs if costs is not None else [matrix_cost(item[0].shape) for item in inputs]
@@ -103,7 +103,7 @@ class Plan:
                 It must not write to its inputs, which may be views of the stored tensors.
             inputs, outputs: tensors with the shapes, shards and dtypes of those that this plan was made for.
         """
-        if (_shardings(inputs), _shardings(outputs)) != self._shardings:
+        if (_signatures(inputs), _signatures(outputs)) != self._signatures:
             raise UserError("this plan was made for tensors of other shapes, shards or dtypes; make a new one")
         for bucket in self._buckets:
             bucket.run(function, inputs, outputs)
@@ -141,7 +141,7 @@ def assign(costs: Sequence[float], num_owners: int) -> list[int]:
     return owners
 
 
-def _shardings(items: Sequence[Item]) -> list[tuple]:
+def _signatures(items: Sequence[Item]) -> list[tuple]:
     """What a plan depends on."""
     tensors = [tensor for item in items for tensor in item]
     meshes = [(t.device_mesh, t.placements) if isinstance(t, DTensor) else () for t in tensors]
@@ -177,7 +177,7 @@ def _group(tensors: Sequence[Tensor], sharing: dist.ProcessGroup | None) -> _Gro
 
 @lru_cache(maxsize=None)
 def _group_of(mesh: DeviceMesh, dimensions: Ints, world: dist.ProcessGroup) -> _Group:
-    """All ranks of some mesh dimensions."""
+    """All ranks of some mesh dimensions; made anew for another `world`, as after `destroy_process_group`."""
     axes = (range(n) if d in dimensions else [mesh.get_local_rank(d)] for d, n in enumerate(mesh.shape))
     # in the order in which process groups number their ranks
     places = tuple(sorted(itertools.product(*axes), key=lambda place: int(mesh.mesh[place])))
@@ -211,7 +211,7 @@ def _matrices(group: _Group, item: int, given: Item, wanted: Item, settings: Has
 
 
 class _Matrix:
-    """One matrix with all that belongs to it: item and index in its stack (None: single); sides: inputs, outputs."""
+    """One stored matrix, of one part or several, with all that belongs to it: item and index in its stack (None: single); sides: inputs, outputs."""
 
     def __init__(self, item: int, index: int | None, settings: Hashable, sides: list[list[Sharding]], size: int):
         self.item, self.index, self.settings, self.sides = item, index, settings, sides

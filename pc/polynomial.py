@@ -136,7 +136,7 @@ def _gradient(coefficients: Coefficients, gram: Tensor, inner: Sequence[Tensor],
         half = torch.baddbmm(outer, gram, outer, beta=linear / 2, alpha=higher[0])
         return half + half.mT
     if square := complete_square(coefficients):
-        half = torch.baddbmm(outer, outer, inner[0], beta=0, alpha=square.factor)
+        half = torch.baddbmm(outer, outer, inner[0], beta=0, alpha=square.factor)  # beta=0: without the first
         return _gradient(square.root, gram, inner[1:], half + half.mT).add_(outer, alpha=square.linear)
     of_gram, of_inner = outer @ inner[0], gram @ outer
     d_inner = (of_inner + of_inner.mT).mul_(0.5)

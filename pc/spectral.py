@@ -50,7 +50,7 @@ def power_iteration(weight: Tensor, u: Tensor, v: Tensor, steps: int) -> tuple[T
 
 
 def power_iteration_by_gram(weight: Tensor, gram: Tensor, u: Tensor, v: Tensor, steps: int) -> tuple[Tensor, Tensor]:
-    """`power_iteration`, at least one step, by the smaller Gram matrix [..., r, r] in place of the weight.
+    """`power_iteration`, for `steps` of 1 or more, by the smaller Gram matrix [..., r, r] in place of the weight.
 
     One multiplication by `W W^T` replaces one by `W^T` and one by `W`. PC needs the Gram matrix anyway, and it is
     smaller; the weight itself is read twice instead of 2 `steps` times, at last for `W v`. Rounding errors of the Gram

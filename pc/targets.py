@@ -201,8 +201,8 @@ def _is_word(entry: str) -> bool:
 def _patterns(
     config: PCConfig, targets: dict[str, Weight], others: dict[str, LeftOut], with_known: bool = False
 ) -> str:
-    """An argument of `PCConfig` that names the unknown linear layers in numbered layers, after the entries of `blocks` that
-    find weights; "" if there are none.
+    """A proposal, `blocks=(...)`: the entries that find weights, then patterns of the linear layers in numbered layers that
+    none finds; "" if there are none of these.
 
     Args:
         with_known: whether it names known layers too.

@@ -6,7 +6,7 @@ from typing import Any, TextIO
 
 _STEERS = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]|(?<!^)\r(?!\n)")
 """Control characters, such as ESC, and those that turn the direction of text; halves of pairs, which cannot be encoded.
-Ends of lines and tabs stay, and a return at the begin, as progress bars write it: a later one would hide what is before."""
+Ends of lines and tabs stay, and a return at the beginning, as progress bars write it: a later one would hide what is before it."""
 
 
 def plain(text: str) -> str:
@@ -29,5 +29,5 @@ class _Plain:
 
 def print_plainly() -> None:
     """Make this process write plain text to stdout and stderr from now on. The processes that it starts do not change."""
-    # Here and not at each print, of which there are many: of argparse, of warnings, of libraries and of tracebacks too.
+    # argparse, warnings, libraries and tracebacks print too, so the streams are replaced, not each call of `print`.
     sys.stdout, sys.stderr = _Plain(sys.stdout), _Plain(sys.stderr)  # type: ignore[assignment]

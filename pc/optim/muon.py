@@ -76,7 +76,7 @@ class Muon(torch.optim.Muon):
             return
         momentum, lr = group["momentum"], float(group["lr"])
         shards, local_gradients, updates = ([local(t) for t in x] for x in (parameters, gradients, buffers))
-        torch._foreach_lerp_(updates, local_gradients, 1 - momentum)
+        torch._foreach_lerp_(updates, local_gradients, 1 - momentum)  # these are the momentum buffers
         if group["nesterov"]:
             updates = list(torch._foreach_lerp(local_gradients, updates, momentum))
         # bfloat16 copies, sharded as the parameters are; the plan writes its results into them
@@ -89,7 +89,7 @@ class Muon(torch.optim.Muon):
             for split in splits
         ]
         # Let the parts of a weight have the factors 1 and 2. The owner multiplies them by 0.5 and 1, in bfloat16; `shard.add_`
-        # below multiplies the weight by 2. So a weight of one part is not multiplied in bfloat16 at all.
+        # below multiplies the update by 2. So that of a weight of one part is not multiplied in bfloat16 at all.
         settings = [(split, options, tuple(f / max(of) for f in of)) for split, of in zip(splits, factors, strict=True)]
         name = (*map(id, parameters), *settings)
         plan = self._plans.get(name, lambda: Plan(items, items, settings, [split.cost for split in splits]))

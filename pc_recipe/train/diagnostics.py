@@ -95,8 +95,7 @@ class Diagnostics:
 
     @torch.no_grad()
     def begin_update(self, step: int) -> None:
-        """Call in every step after the last backward pass, before the gradients are pulled back: while parameters hold the
-        effective weights."""
+        """Call in every step after the last backward pass, before the update: while parameters hold the effective weights."""
         if self._is_due(step, self._settings.spectra_freq):
             self._update.start()
 

@@ -76,10 +76,10 @@ class FiniteSteps:
         parameters = [(clean_name(name), p) for model in self._model_parts for name, p in model.named_parameters()]
         weights = {} if self._preconditioner is None else self._preconditioner.weights
         of_effective = {f"{name}.weight": weight.orig for name, weight in weights.items()}
-        nonfinite = [name for name, orig in of_effective.items() if _has_nonfinite(orig)]
-        yield from nonfinite
+        nonfinite_w = [name for name, orig in of_effective.items() if _has_nonfinite(orig)]
+        yield from nonfinite_w
         for name, parameter in parameters:
-            if name.removesuffix("_orig") not in nonfinite and _has_nonfinite(parameter):
+            if name.removesuffix("_orig") not in nonfinite_w and _has_nonfinite(parameter):
                 orig = of_effective.get(name)
                 yield name if orig is None else f"PC of {name} (largest weight {local(orig).abs().max():.1e})"
         yield from (f"gradient of {name}" for name, p in parameters if p.grad is not None and _has_nonfinite(p.grad))

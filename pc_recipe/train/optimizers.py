@@ -51,7 +51,7 @@ class Optimizers(OptimizersContainer):
         self.preconditioner: Preconditioner | None = None
         """PC's"""
         if any(True for model in model_parts for _ in named_weights(model)):
-            self.preconditioner = precondition(model_parts)
+            self.preconditioner = precondition(model_parts)  # first: groups are made by what W and gamma are named
         self.by_part = [_build(model, config) for model in model_parts]
         self.optimizers = [optimizer for by_kind in self.by_part for optimizer in by_kind.values()]
         parameters = [p for model in model_parts for p in model.parameters()]
@@ -61,7 +61,7 @@ class Optimizers(OptimizersContainer):
         self.saved_rates: list[float] = []
         """those of the next step by the schedule of the checkpoint that was loaded"""
         self.skips_step = False
-        """whether this step is left out"""
+        """whether this step is skipped, as the checkpoint manager wants to know too"""
 
     def named(self) -> Iterator[tuple[str, torch.optim.Optimizer]]:
         """Each optimizer with its kind."""
@@ -160,6 +160,7 @@ def _group(
     lr = KINDS[kind].lr(config) * factor
     group: dict[str, Any] = {"params": some, "lr": lr, "weight_decay": 0.0}
     if not KINDS[kind].keeps_norms:
+        # torch multiplies the decay by the rate
         group["weight_decay"] = config.weight_decay / (lr if config.independent_decay else 1)
     if heads:
         args: Any = model.model_args

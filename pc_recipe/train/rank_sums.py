@@ -102,7 +102,7 @@ def agree(squares: Tensor, loss: Tensor, wishes: Sequence[bool]) -> Agreement:
     # Infinity and NaN survive every sum (inf - inf is NaN).
     sums = torch.stack([squares, loss.to(squares), *(torch.full_like(squares, wish) for wish in wishes)])
     dist.all_reduce(sums)
-    norm = sums[0].sqrt_()  # in `sums` too
+    norm = sums[0].sqrt_()  # in place, so that the copy to the host has it
     logged_norm, loss_sum, *counts = sums.cpu().tolist()
     return Agreement(norm, math.isfinite(logged_norm + loss_sum), [count > 0 for count in counts], logged_norm)
 

@@ -171,7 +171,7 @@ class Trainer(torchtitan.train.Trainer):
         if self.step < self.config.training.steps:
             begin = time.perf_counter()
             self._data_error = self.dataloader.look_ahead(self.gradient_accumulation_steps)
-            processor.data_loading_times[-1] += time.perf_counter() - begin  # TorchTitan's entry for this step
+            processor.data_loading_times[-1] += time.perf_counter() - begin  # of this step's last micro-batch
         wishes = [self._stop_requested or self._data_error is not None, self.checkpointer.minutes_are_over()]
         agreed = agree(self._squared_norm.of_gradients(), loss, wishes)
         self._stop_agreed, self.checkpointer.save_is_due = agreed.wishes

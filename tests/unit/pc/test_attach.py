@@ -377,7 +377,7 @@ ARGUMENTS = {
     ),
     "the wrong order": (
         lambda: pc.precondition(torch.optim.SGD((model := pc.attach(_model())).parameters(), lr=0.1), model),
-        "pc.precondition takes the model, or its parts, first, not a SGD",
+        "the first argument should be the model, or its parts, not a SGD",
     ),
     "blocks that are no names": (lambda: PCConfig(blocks=5), "pc.blocks must be names or patterns, not 5"),
     "a number as text": (lambda: PCConfig(level="4"), "pc.level: PC level '4' is text; write 4, without quotes"),

@@ -22,7 +22,7 @@ MATMUL = torch.backends.cuda.matmul
 def _train_by_the_paper(make, steps):
     """Algorithms 1 and 3 of the paper, literally, in a loop without this project's preconditioner."""
     model, state = toy_model(), {}
-    # the other one is attached for its first u and v alone
+    # a second toy model is attached for its first u and v alone
     for name, marked in pc.named_weights(pc.attach(toy_model(), PCConfig())):
         weight = model.get_submodule(name).weight
         gamma = torch.ones(1, dtype=torch.float64, requires_grad=True)
@@ -254,7 +254,7 @@ def test_a_model_that_moves_after_precondition_goes_on(dtype):
 def test_frozen_weights_and_unused_layers_stay():
     loop = Loop(make=lambda p: torch.optim.SGD(p, lr=0.1))
     layer = loop.model[1].feed_forward["w1"]
-    loop.model[0].attention["wo"].requires_grad_(False)
+    loop.model[1].feed_forward["w3"].requires_grad_(False)
     layer.weight_gamma.requires_grad_(False)
     loop.model[1].feed_forward["w2"].weight_orig.requires_grad_(False)
     before = loop.trained()
@@ -267,6 +267,7 @@ def test_frozen_weights_and_unused_layers_stay():
     assert layer.weight_gamma == 1 and not layer.weight_gamma.requires_grad
     assert not same(before["1.feed_forward.w1"][0], after["1.feed_forward.w1"][0])
     assert same(before["1.feed_forward.w2"][0], after["1.feed_forward.w2"][0])
+    assert same(before["1.feed_forward.w3"], after["1.feed_forward.w3"])
 
 
 @pytest.mark.parametrize("start, assign", [("cpu", False), ("meta", False), ("meta", True)])
