@@ -72,7 +72,7 @@ def rows(evals: str) -> dict[str, list[list[str]]]:
         "estimator": [["scripts/report.py", *ADAMW, "--output", f"{OUT}/figures/estimator.html"]],
         "cost": [["scripts/cost.py", "train_configs/1b_adamw_pc.toml", "--output", f"{OUT}/figures/cost"]],
         "memory": [
-            ["benchmarks/step.py", "memory", "--flavor", "tiny", "--seq-len", "16", "--local-batch-size", "1"]
+            ["benchmarks/step.py", "memory", "--flavor", "debug", "--seq-len", "16", "--local-batch-size", "1"]
             + ["--micro-batches", "2", "--rounds", "1", "--output", f"{OUT}/figures/memory"]
         ],
         "theorem": [["scripts/theorem.py"]],

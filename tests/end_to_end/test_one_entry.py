@@ -60,7 +60,8 @@ def test_entries_are_all_that_a_run_needs(copy, tiny_shards, tmp_path):
         measured |= json.loads(line)
     rank, condition = (measured[f"spectra/{name}/layers.0.attention.wo"] for name in ("stable_rank", "condition"))
     assert condition > 1 < rank < 256  # of 256 singular values that differ
-    said = [copy("scripts/dry_run.py", config, "--world-size=1", "--model.flavor=160M", *more) for more in (words, [])]
+    other = ["--world-size=1", "--model.flavor=160M", f"--job.dump_folder={tmp_path / 'other'}"]
+    said = [copy("scripts/dry_run.py", config, *other, *more) for more in (words, [])]
     of_sgd, of_adamw = (float(re.search(r"optimizer ([0-9.]+)", text)[1]) for text in said)
     assert "level 5" in said[0] and 0 < of_sgd < of_adamw
 

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from helpers.tiny import ROOT
+from pc_recipe.config.model_sizes import FLAVORS
 from pc_recipe.plan.check import check
 from pc_recipe.runs.sweep import equal_runs
 from pc_recipe.runs.sweep.spec import load
@@ -23,7 +24,9 @@ def test_every_row_of_the_document_is_run_and_the_other_way_round():
     named = {row for cells in table for row in re.findall(r"`([a-z-]+)`", cells[2])}
     assert named == reproduce.rows("evals").keys() - {"data"}
     scripts = {word for cells in table for word in re.findall(r"scripts/\w+\.py", cells[3])}
-    run = {word for row in reproduce.rows("").values() for words in row for word in words if word.endswith(".py")}
+    commands = [words for row in reproduce.rows("").values() for words in row]
+    run = {word for words in commands for word in words if word.endswith(".py")}
+    assert {words[words.index("--flavor") + 1] for words in commands if "--flavor" in words} <= FLAVORS.keys()
     assert scripts <= run and all((ROOT / script).is_file() for script in run)
 
 
