@@ -92,10 +92,13 @@ def leave(weights: Iterable[Weight], optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         given = []
         for p in group["params"][:]:
+            if id(p) in gammas:
+                optimizer.state.pop(p, None)
+                continue
             weight = next((w for w in weights if w.orig is p), None)
             if weight is not None and p in optimizer.state:
                 optimizer.state[weight.effective] = optimizer.state.pop(p)
-            given += [] if id(p) in gammas else [p if weight is None else weight.effective]
+            given.append(p if weight is None else weight.effective)
         _set_parameters(group, given, given)
 
 

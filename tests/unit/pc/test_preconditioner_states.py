@@ -262,7 +262,9 @@ def test_merge_and_detach_leave_a_plain_loop(leave):
     loop.optimizer.step()
     loop.optimizer.zero_grad()
     assert not torch.equal(loop.model[0].attention["wo"].weight, weight)
-    plain = toy_model()
+    state, plain = loop.optimizer.state_dict(), toy_model()
+    assert len(state["state"]) == len([*plain.parameters()])
+    adamw(plain.parameters()).load_state_dict(state)
     assert names_and_hooks(loop.model, loop.optimizer)[:2] == names_and_hooks(plain, adamw(plain.parameters()))[:2]
     assert not loop.optimizer._optimizer_step_pre_hooks
     assert not hasattr(loop.model, "_ddp_params_and_buffers_to_ignore")
