@@ -61,7 +61,8 @@ def precondition(
 
     Args:
         models: the model, or a list of its parts on this rank under pipeline parallelism; after sharding, with weights
-            off the meta device. Ranks of `DistributedDataParallel`, if that is what you give, share the work.
+            off the meta device. Ranks of `DistributedDataParallel`, if that is what you give, share the work after each
+            step of followed optimizers.
         optimizers: all that train the model. The preconditioner follows them from now on (`follow`). Without optimizers,
             call `follow` later, or `write_pc` after each step.
         process_group: ranks that have equal weights and gradients, to share the work without DDP.
@@ -192,7 +193,7 @@ def _weights(*models: nn.Module) -> list[Weight]:
 
 
 def _ensure_pc(model: nn.Module) -> None:
-    """Write PC(W) if it is not there yet; on this rank alone, as one rank may save alone."""
+    """Write PC(W) if it is not there yet. One rank may save alone, so ranks do not share this work."""
     if (preconditioner := preconditioner_of(model)) is not None:
         preconditioner.write_if_stale()
     for weight in _weights(model):

@@ -85,7 +85,7 @@ class Plan:
             owned: list[list[_Matrix]] = [[] for _ in group.places]
             for matrix, owner in zip(matrices, assign([costs[m.item] for m in matrices], len(owned)), strict=True):
                 owned[owner].append(matrix)
-            # Alone, each matrix is a bucket of its own: the function gets views of the stored tensors, without a copy.
+            # Alone on a CPU, each matrix is a bucket of its own: the function gets views of the stored tensors, without a copy.
             limit = 0 if one_by_one and not group.process_group else BUCKET_BYTES
             # The first bucket has the first chunk of every owner, and so on: all owners work at the same time.
             buckets = itertools.zip_longest(*(_chunks(of_owner, limit) for of_owner in owned), fillvalue=[])

@@ -94,7 +94,7 @@ class Preconditioner:
         """by followed optimizer"""
         self._has_ended = False
         self._stepped: set[Optimizer] = set()
-        """followed optimizers that have moved W or gamma since PC(W) was written"""
+        """followed optimizers that have moved W or gamma since u and v advanced"""
         self._replaced: dict[tuple, Tensor] = {}
         """by the matrices of a batch: how often their u and v were replaced, on the device"""
         self._estimates: Tensor | None = None
@@ -184,7 +184,7 @@ class Preconditioner:
             self._write(advance=True, share=False)
 
     def write_if_stale(self) -> None:
-        """`write_pc` on this rank alone, if W is known to be newer than PC(W)."""
+        """`write_pc`, if W is known to be newer than PC(W). Of plain weights one rank alone may call it."""
         with self._lock:
             self._take_note_of_changes()
             if self._is_stale:
@@ -212,7 +212,7 @@ class Preconditioner:
 
         First how often they replaced u and v. Then the largest value that they found over the estimate u^T W v.
         """
-        if self._estimates is None:  # this rank computes no matrix
+        if self._estimates is None:  # this rank computes no matrix, or has written nothing since
             return local(next(iter(self.weights.values())).orig).new_zeros(2)
         taken, self._estimates = self._estimates, None
         return taken
@@ -362,7 +362,7 @@ class Preconditioner:
         def with_pc() -> Any:
             self._take_note_of_changes()  # by the step itself
             if self._is_stale:  # the step calls it again, as LBFGS does; or other optimizers have stepped before
-                # u and v advance if this optimizer has taken a step since PC(W) was written; within its step they do not
+                # u and v advance if this optimizer has taken a step since they did; within its step they do not
                 self._write(advance=optimizer in self._stepped, share=False)
             with torch.enable_grad():
                 loss = closure()
@@ -443,7 +443,7 @@ class Preconditioner:
 
 @torch.compiler.disable
 def _require_w(reference: "weakref.ref[Preconditioner]", optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
-    """Before a step of any optimizer. One that was made before a preconditioner that follows none holds PC(W), not W.
+    """Before a step of any optimizer. If the preconditioner follows none, one that was made before it still holds PC(W).
 
     Raises:
         UserError: it would train all but W, in silence.

@@ -89,7 +89,7 @@ class Muon(torch.optim.Muon):
             for split in splits
         ]
         # Let the parts of a weight have the factors 1 and 2. The owner multiplies them by 0.5 and 1, in bfloat16; `shard.add_`
-        # below multiplies the update by 2. So that of a weight of one part is not multiplied in bfloat16 at all.
+        # below multiplies the update by 2. A weight of one part has 1 there, so its update is not rounded once more.
         settings = [(split, options, tuple(f / max(of) for f in of)) for split, of in zip(splits, factors, strict=True)]
         name = (*map(id, parameters), *settings)
         plan = self._plans.get(name, lambda: Plan(items, items, settings, [split.cost for split in splits]))

@@ -8,7 +8,7 @@ from collections import deque
 class LossSpikes:
     """Counts loss spikes among the logged losses.
 
-    A spike begins when a loss is not finite, or exceeds the median of the losses of the last `WINDOW` steps by
+    A spike begins when a loss is not finite, or exceeds the median of the losses of the `WINDOW` steps before it by
     more than `DEVIATIONS` robust standard deviations (1.4826 times the median absolute deviation) and more than
     `MARGIN` nats. It ends with the first loss that does not. Losses in a spike do not enter the window. With fewer than
     `FEWEST` losses in the window, and in the first `WARMUP` steps, only non-finite losses count. Log every step, so
