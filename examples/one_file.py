@@ -3,8 +3,8 @@
     python examples/one_file.py                # a byte-level model on this file's own text, PC on
     python examples/one_file.py FILE --plain   # any text, without PC
 
-It needs torch alone and computes what `pc` computes (a test compares them) without its check of s, for plain weights on one device or under DDP,
-where every rank does the same work. For sharded weights, checkpoints and speed, use `pc`.
+It needs torch alone and computes what `pc` computes (a test compares them) without its check of s, for plain weights on
+one device or under DDP, where every rank does the same work. For sharded weights, checkpoints and speed, use `pc`.
 
 The paper is "PC Layer: Polynomial Weight Preconditioning for Improving LLM Pre-Training", arXiv:2606.06470.
 """

@@ -21,7 +21,8 @@ model's. The modules, in the order of their imports:
     model_classes, targets            how the weights of known models are split, and which weights get PC
     layer                             the paper's layer, with PC(W) in its autograd graph: the readable reference
     optim/                            Muon by the same means; AdamH and MuonH, which keep the norms of weights
-    followed, guard, preconditioner   the parameters that optimizers have; no forward pass without PC(W); PC(W) once per optimizer step
+    followed, guard                   the parameters that optimizers have; no forward pass without PC(W)
+    preconditioner                    PC(W) once per optimizer step
     api                               attach, precondition, preserve, merge, detach
     matrices, measure                 all matrices of a model, and how well they are conditioned
     report/                           the same of any checkpoint, as tables and a page: `python -m pc.report MODEL`
