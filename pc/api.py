@@ -61,8 +61,8 @@ def precondition(
 
     Args:
         models: the model, or a list of its parts on this rank under pipeline parallelism; after sharding, with weights
-            off the meta device. Ranks of `DistributedDataParallel`, if that is what you give, share the work after each
-            step of followed optimizers.
+            off the meta device. Ranks of `DistributedDataParallel`, if that is what you give, share the work, except in
+            `write_pc`.
         optimizers: all that train the model. The preconditioner follows them from now on (`follow`). Without optimizers,
             call `follow` later, or `write_pc` after each step.
         process_group: ranks that have equal weights and gradients, to share the work without DDP.

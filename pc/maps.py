@@ -85,8 +85,8 @@ def _require_within_range(coefficients: Coefficients) -> None:
     outside, sigma, value = max((max(y - highest, lowest - y), x, y) for x, y in values)
     if outside > 0:
         raise UserError(
-            f"pc.level: coefficients {list(coefficients)}: g({sigma:.4g}) = {value:.4g}, but on [0, {OTHER_REACH}] a map must stay within "
-            f"[{lowest}, {highest}]"
+            f"pc.level: coefficients {list(coefficients)}: g({sigma:.4g}) = {value:.4g}, but on [0, {OTHER_REACH}] a map "
+            f"must stay within [{lowest}, {highest}]"
         )
 
 

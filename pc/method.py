@@ -95,8 +95,8 @@ class Method:
         """PC(W), by u and v that advance first, unless the argument `advance` is False.
 
         Returns:
-            PC(W) [B, n, m]; the new u and v; the third result of `second_opinion` [B], 0 without `advance`; and further tensors, which
-            `pull_back` of the same W, u and v can use again.
+            PC(W) [B, n, m]; the new u and v; the third result of `second_opinion` [B], 0 without `advance`; and further
+            tensors, which `pull_back` of the same W, u and v can use again.
         """
         with self._polynomial_precision():
             gram = polynomial.gram_matrix(weight)

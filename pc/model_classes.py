@@ -1,7 +1,8 @@
 """How the weights of known model classes are split.
 
 From the general to the special: what transformers says of a stack of experts, linear layers that are known by the names
-of all layers of their module, and a table of classes. No parameter of a class whose name ends in "Router" is one of the blocks.
+of all layers of their module, and a table of classes. No parameter of a class whose name ends in "Router" is one of the
+blocks.
 """
 
 from collections.abc import Callable

@@ -85,7 +85,7 @@ class Plan:
             owned: list[list[_Matrix]] = [[] for _ in group.places]
             for matrix, owner in zip(matrices, assign([costs[m.item] for m in matrices], len(owned)), strict=True):
                 owned[owner].append(matrix)
-            # Alone on a CPU, each matrix is a bucket of its own: the function gets views of the stored tensors, without a copy.
+            # Alone on a CPU, each matrix is a bucket of its own: the function gets views of the stored tensors, no copies.
             limit = 0 if one_by_one and not group.process_group else BUCKET_BYTES
             # The first bucket has the first chunk of every owner, and so on: all owners work at the same time.
             buckets = itertools.zip_longest(*(_chunks(of_owner, limit) for of_owner in owned), fillvalue=[])
@@ -211,7 +211,10 @@ def _matrices(group: _Group, item: int, given: Item, wanted: Item, settings: Has
 
 
 class _Matrix:
-    """One stored matrix, of one part or several, with all that belongs to it: item and index in its stack (None: single); sides: inputs, outputs."""
+    """One stored matrix, of one part or several, with all that belongs to it.
+
+    Item and index in its stack (None: single); sides: inputs, outputs.
+    """
 
     def __init__(self, item: int, index: int | None, settings: Hashable, sides: list[list[Sharding]], size: int):
         self.item, self.index, self.settings, self.sides = item, index, settings, sides

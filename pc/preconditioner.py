@@ -205,7 +205,7 @@ class Preconditioner:
         by_name = Counter[str]()
         for (_, *matrices), count in zip(self._replaced, counts, strict=True):
             by_name[", ".join(dict.fromkeys(name for name, _ in matrices))] += int(count)
-        return dict(+by_name)
+        return {name: count for name, count in by_name.items() if count}
 
     def take_estimates(self) -> Tensor:
         """What second starts of this rank have found since the last call, [2]. Does not wait.
