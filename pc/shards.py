@@ -39,8 +39,8 @@ def is_stack(weight: Tensor) -> bool:
 def on_any_rank(conditions: Tensor, tensors: Iterable[Tensor], *groups: dist.ProcessGroup) -> Tensor:
     """Whether each condition is true on any rank that shares these tensors or is in one of `groups`.
 
-    All these ranks call it with as many conditions, [k], and get the same answer, 1.0 or 0.0 for each. If they went different ways, one would wait for another for ever in
-    the next collective.
+    All these ranks call it with as many conditions, [k], and get the same answer, 1.0 or 0.0 for each. If they went
+    different ways, one would wait for another for ever in the next collective.
     """
     found = conditions.float()
     meshes = dict.fromkeys(tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor))
