@@ -1,7 +1,9 @@
 """What a configuration trains, in one line: made from it, so that no run calls itself what it is not."""
 
+import math
+
 from pc.blocks import BLOCK_GROUPS, BLOCK_SUFFIXES
-from pc_recipe.config.model_sizes import shape_of
+from pc_recipe.config.model_sizes import shape_of, weight_shapes
 from pc_recipe.config.pc_section import PC
 from pc_recipe.config.schema import Config, Model
 
@@ -13,7 +15,7 @@ def headline(config: Config) -> str:
 
 def describe(model: Model, optimizer: str, pc: PC) -> str:
     """`headline` of a configuration's parts."""
-    size = f"{_short(count_parameters(model))} Llama"
+    size = f"{_short(sum(map(math.prod, weight_shapes(model).values())))} Llama"
     return f"{size}, {optimizer}, {_describe_pc(pc, shape_of(model).n_layers)}"
 
 
@@ -32,14 +34,6 @@ def _describe_pc(pc: PC, layers: int) -> str:
         return said
     chosen, all_of_them = layers * len(blocks), layers * len(BLOCK_SUFFIXES) + 1  # and the head
     return f"{said} ({chosen} of {all_of_them} matrices)"
-
-
-def count_parameters(model: Model) -> int:
-    """Of the model without PC's gammas, counted from its sizes, as nothing here imports torch."""
-    shape = shape_of(model)
-    of_attention = 2 * shape.dim**2 * (1 + (shape.n_kv_heads or shape.n_heads) / shape.n_heads)
-    of_block = int(of_attention) + 3 * shape.dim * shape.ffn_dim + 2 * shape.dim  # and two norms
-    return 2 * model.vocab_size * shape.dim + shape.n_layers * of_block + shape.dim
 
 
 def _short(parameters: int) -> str:

@@ -24,6 +24,10 @@ class Flavor:
     rope_theta: float = 10_000.0
 
     @property
+    def head_dim(self) -> int:
+        return self.dim // self.n_heads
+
+    @property
     def ffn_dim(self) -> int:
         """TorchTitan's width of the FFN."""
         wanted = int(8 * self.dim / 3)
@@ -59,6 +63,28 @@ def shape_of(model: "Model") -> Flavor:
         return shape
     # 8/3 dim becomes 1, and is rounded up to a multiple of the width that is wanted.
     return replace(shape, ffn_dim_multiplier=0.5 / shape.dim, multiple_of=model.ffn_dim)
+
+
+def weight_shapes(model: "Model") -> dict[str, tuple[int, ...]]:
+    """{name: shape} of all weights, as TorchTitan names them, without those that PC adds."""
+    shape = shape_of(model)
+    dim, ffn_dim, of_keys = shape.dim, shape.ffn_dim, shape.head_dim * (shape.n_kv_heads or shape.n_heads)
+    block = {
+        "attention.wq": (dim, dim),
+        "attention.wk": (of_keys, dim),
+        "attention.wv": (of_keys, dim),
+        "attention.wo": (dim, dim),
+        "feed_forward.w1": (ffn_dim, dim),
+        "feed_forward.w2": (dim, ffn_dim),
+        "feed_forward.w3": (ffn_dim, dim),
+        "attention_norm": (dim,),
+        "ffn_norm": (dim,),
+    }
+    whole: dict[str, tuple[int, ...]] = {"tok_embeddings": (model.vocab_size, dim)}
+    for layer in range(shape.n_layers):
+        whole |= {f"layers.{layer}.{name}": size for name, size in block.items()}
+    whole |= {"norm": (dim,), "output": (model.vocab_size, dim)}
+    return {f"{name}.weight": size for name, size in whole.items()}
 
 
 def sizes_of(model: "Model") -> dict[str, float]:

@@ -130,6 +130,11 @@ class Parallelism(Section):
     pipeline_parallel_microbatch_size: Count = key(1, "Sequences that pass through the pipeline together.")
     context_parallel_degree: Count = key(1, "Ranks that share each sequence.")
 
+    @property
+    def syncs_once_per_step(self) -> bool:
+        """Whether all is gathered and reduced once per step. In a pipeline, torch's schedules decide."""
+        return self.fsdp_sync == "step" and self.pipeline_parallel_degree == 1
+
 
 State = Literal["model", "optimizer", "lr_scheduler", "dataloader", "train_state", "method"]
 
@@ -280,3 +285,13 @@ class Config(Section):
     _origin: str = (
         ""  # comments that name the files and the words that it was read from (`pc_recipe.config.inheritance`)
     )
+
+    @property
+    def compiles_loss(self) -> bool:
+        """Whether the loss is compiled: not on logits that tensor parallelism shards.
+
+        Torch 2.13 compiles such a loss correctly only the first time. Loaded from the compiler's cache, by this process or
+        a later one, the loss is silently wrong.
+        """
+        is_whole = self.parallelism.tensor_parallel_degree == 1
+        return self.compile.enable and "loss" in self.compile.components and is_whole

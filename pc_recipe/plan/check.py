@@ -133,7 +133,7 @@ def check_on_ranks(result: CheckResult, gpu_gib: float | None = None) -> None:
 
     gpu, sizes = micro_batch.find_gpu(gpu_gib), None
     if result.can_build:
-        sizes = memory.count_sizes_of_config(result.config)
+        sizes = memory.count_sizes(result.config)
         if result.batches:
             before, world_size = result.config.training.local_batch_size, result.batches.dims.world_size
             result.config = _try(result, micro_batch.choose, result.config, world_size, gpu, sizes) or result.config
@@ -239,12 +239,12 @@ def _check_resume(result: CheckResult, config: Config) -> None:
 
 def _check_start(result: CheckResult, config: Config) -> None:
     """Whether what a new run starts from has the format that it says, and the data's tokenizer."""
-    from pc_recipe.train import run_tokenizer
-    from pc_recipe.train.checkpoint_folder import CheckpointFolder
-
     section, start = config.checkpoint, result.start
     if not start or not look.is_there(start):
         return
+    from pc_recipe.train import run_tokenizer
+    from pc_recipe.train.checkpoint_folder import CheckpointFolder
+
     try:
         weights: Path | CheckpointFolder = Path(start) if section.initial_load_in_hf else CheckpointFolder(start)
         if section.initial_load_in_hf and not look.is_file(Path(start, "config.json")):
@@ -259,7 +259,7 @@ def _check_start(result: CheckResult, config: Config) -> None:
 
 def _check_model(result: CheckResult, config: Config, sizes: "Sizes") -> None:
     from pc.method import method_of
-    from pc_recipe.plan.cost import describe_pc
+    from pc_recipe.plan.needs import describe_pc
 
     outside = sizes.total - sizes.outside_blocks
     result.facts.append(("parameters", f"{sizes.total:,}, {outside:,} without embedding and head"))

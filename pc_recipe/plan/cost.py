@@ -16,7 +16,6 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop
 from torchtitan.distributed.activation_checkpoint import apply_ac
 from torchtitan.models.llama3.model.model import Transformer
 
-from pc import attach, named_weights
 from pc.config import PCConfig
 from pc.measure import cost_bound
 from pc.method import method_of
@@ -26,18 +25,11 @@ from pc_recipe.config import Config
 from pc_recipe.config.rank_batches import RankBatches
 from pc_recipe.files import markdown
 from pc_recipe.plan import micro_batch
-from pc_recipe.plan.memory import count_kept_bytes, count_sizes, matrices_of
+from pc_recipe.plan.memory import count_kept_bytes, find_weights, matrices_of
+from pc_recipe.plan.needs import describe_pc
 from pc_recipe.train.llama2 import model_args_of
 from pc_recipe.train.parallelize import SAVED_OPERATIONS
 from pc_recipe.train.upstream_config import JobConfig
-
-
-def describe_pc(config: PCConfig) -> str:
-    """What PC(W) is, in a few words; by the entries of `blocks` where they differ."""
-    of_blocks = {block: method_of(config.for_block(block)).describe() for block in config.blocks}
-    if len(set(of_blocks.values())) == 1:
-        return of_blocks[config.blocks[0]]
-    return "; ".join(f"{block}: {description}" for block, description in of_blocks.items())
 
 
 @dataclass(frozen=True)
@@ -106,11 +98,10 @@ class RunCost:
         self.args = model_args_of(config)
         with torch.device("meta"):
             self.model = Transformer(self.args)
-        attach(self.model, config.pc.pc_config)
-        self.config = micro_batch.choose(config, world_size, sizes=count_sizes(self.model))
+        self.config = micro_batch.choose(config, world_size)
         self.batches = RankBatches.of(self.config, world_size)
         self.tokens = self.batches.tokens
-        self.splits = [weight.split for _, weight in named_weights(self.model)]
+        self.splits = [weight.split for weight in find_weights(config)]
         self.matrices = [Matrix(*matrix) for split in self.splits for matrix in matrices_of(split)]
 
     @cache

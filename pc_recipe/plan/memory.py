@@ -3,25 +3,21 @@
 import math
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import torch
-from torch import nn
-from torchtitan.models.llama3.model.model import Transformer
 
 from pc.api import attach
 from pc.config import PCConfig
 from pc.method import method_of
 from pc.preconditioner import KEPT_BYTES
+from pc.report import skeleton
 from pc.splits import WeightSplit
-from pc.weight import named_weights
+from pc.weight import Weight, named_weights
 from pc_recipe.config import Config
+from pc_recipe.config.model_sizes import shape_of, weight_shapes
 from pc_recipe.config.optimizers import KINDS
 from pc_recipe.config.rank_batches import Degrees, RankBatches
 from pc_recipe.config.schema import ActivationCheckpoint
-from pc_recipe.train.fsdp_sync import once_per_step
-from pc_recipe.train.llama2 import model_args_of
-from pc_recipe.train.loss import compiles_loss
 
 GIB = 2**30
 FLOAT32, BFLOAT16 = 4, 2  # bytes
@@ -36,7 +32,8 @@ class Sizes:
     """Weights of the linear layers in transformer blocks, which `optimizer.name` trains."""
     preconditioned: int
     """Weights that PC applies to."""
-    largest_block: int
+    block: int
+    """Of one transformer block."""
     outside_blocks: int
     """Embedding, final norm and head."""
     dim: int
@@ -47,31 +44,38 @@ class Sizes:
     """Bytes that PC's first pass leaves for the second."""
 
 
+def find_weights(config: Config) -> list[Weight]:
+    """The weights that PC applies to, on the meta device; also if the config has it off."""
+    tensors = {name: (torch.float32, size) for name, size in weight_shapes(config.model).items()}
+    # TorchTitan's own model is equal in this, and takes seconds to import
+    model = skeleton.build(tensors, {"head_dim": shape_of(config.model).head_dim})
+    attach(model, config.pc.pc_config)
+    return [weight for _, weight in named_weights(model)]
+
+
 def matrices_of(split: WeightSplit) -> list[tuple[int, int, PCConfig]]:
     """(rows, columns, config) of every preconditioned matrix of a weight."""
     alike = [(part.rows, split.columns, part.config) for part in split.parts if part.config for _ in range(part.count)]
     return alike * math.prod(split.stack)
 
 
-def count_sizes(model: Transformer) -> Sizes:
-    """Counts of a TorchTitan Llama, which may be on the meta device; with PC, after `pc.attach`."""
-    blocks: list[Any] = list(model.layers.values())
-    per_block = [sum(p.numel() for p in block.parameters()) for block in blocks]
-    total = sum(p.numel() for p in model.parameters())
-    weights = [weight for _, weight in named_weights(model)]
-    matrices = [matrix for weight in weights for matrix in matrices_of(weight.split)]
-    linears = [module for block in blocks for module in block.modules() if isinstance(module, nn.Linear)]
+def count_sizes(config: Config) -> Sizes:
+    """Of the whole model, not only this process's part."""
+    shape = shape_of(config.model)
+    counts = {name: math.prod(size) for name, size in weight_shapes(config.model).items()}
+    weights = find_weights(config) if config.pc.enable else []
+    block = {name: count for name, count in counts.items() if name.startswith("layers.0.")}
     return Sizes(
-        total=total,
-        hidden_matrices=sum(linear.weight.numel() for linear in linears),
+        total=sum(counts.values()),
+        hidden_matrices=shape.n_layers * sum(count for name, count in block.items() if "norm" not in name),
         preconditioned=sum(weight.effective.numel() for weight in weights),
-        largest_block=max(per_block),
-        outside_blocks=total - sum(per_block),
-        dim=model.tok_embeddings.embedding_dim,
-        ffn_dim=blocks[0].feed_forward.w1.out_features,
-        layers=len(blocks),
-        vocabulary=model.tok_embeddings.num_embeddings,
-        pc_kept=sum(count_kept_bytes(*matrix) for matrix in matrices),
+        block=sum(block.values()),
+        outside_blocks=sum(counts.values()) - shape.n_layers * sum(block.values()),
+        dim=shape.dim,
+        ffn_dim=shape.ffn_dim,
+        layers=shape.n_layers,
+        vocabulary=config.model.vocab_size,
+        pc_kept=sum(count_kept_bytes(*matrix) for weight in weights for matrix in matrices_of(weight.split)),
     )
 
 
@@ -82,15 +86,6 @@ def count_kept_bytes(n: int, m: int, config: PCConfig) -> int:
         gamma, u, v = (torch.empty(1, size) for size in (1, n, m))
         kept = method_of(config).write(torch.empty(1, n, m), gamma, u, v)[4:]
     return sum(tensor.nbytes for tensor in kept)
-
-
-def count_sizes_of_config(config: Config) -> Sizes:
-    """Sizes of the whole model, not only this process's part."""
-    with torch.device("meta"):
-        model = Transformer(model_args_of(config))
-    if config.pc.enable:
-        attach(model, config.pc.pc_config)
-    return count_sizes(model)
 
 
 def estimate_memory(config: Config, dims: Degrees, sizes: Sizes | None = None) -> dict[str, float]:
@@ -104,25 +99,25 @@ def estimate_memory(config: Config, dims: Degrees, sizes: Sizes | None = None) -
     which is used between steps when activations are already freed.
     """
     training, batches = config.training, RankBatches(dims, config.training)
-    sizes = sizes or count_sizes_of_config(config)
-    once = once_per_step(config)
+    sizes = sizes or count_sizes(config)
+    once = config.parallelism.syncs_once_per_step
     itemsize = BFLOAT16 if training.mixed_precision_param == "bfloat16" else FLOAT32
     tokens = training.local_batch_size * training.seq_len // dims.cp
     model_split = dims.tp * dims.pp
     split = model_split * batches.fsdp_ranks
-    largest_block = sizes.largest_block / dims.tp
+    block = sizes.block / dims.tp
     if once:
         # All weights of this rank's model part, and the current block's gradient before it is accumulated.
-        gathered = sizes.total / model_split + largest_block
+        gathered = sizes.total / model_split + block
     else:
         # The current and the next block, gathered; the block's gradient before the reduce-scatter; and
         # embedding and head, which stay gathered through the forward pass.
-        gathered = 3 * largest_block + sizes.outside_blocks / model_split
+        gathered = 3 * block + sizes.outside_blocks / model_split
     whole, kept = _count_whole_block(sizes), count_kept_per_block(sizes, config.activation_checkpoint)
     recomputed = whole if kept < whole else 0  # of the current block
     states = count_state_elements(config, sizes)
     # itself and its gradient; or in float32 the log-softmax, its gradient, and the logit's gradient
-    per_logit = 2 * itemsize if compiles_loss(config, dims.tp) else 3 * FLOAT32
+    per_logit = 2 * itemsize if config.compiles_loss else 3 * FLOAT32
     parts = {
         "weights": FLOAT32 * sizes.total / split,
         "gradients": FLOAT32 * sizes.total / (model_split if once and batches.micro_batches > 1 else split),

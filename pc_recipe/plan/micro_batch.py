@@ -42,7 +42,7 @@ def choose(config: Config, world_size: int, gpu: Gpu | None = None, sizes: memor
     """
     config = config.model_copy(deep=True)
     if config.training.local_batch_size == -1:
-        gpu, sizes = gpu or find_gpu(), sizes or memory.count_sizes_of_config(config)
+        gpu, sizes = gpu or find_gpu(), sizes or memory.count_sizes(config)
         estimates = estimate_all(config, RankBatches.of(config, world_size), sizes)
         fitting = [size for size, estimate in estimates.items() if estimate <= gpu.usable_gib]
         if not fitting:

@@ -6,7 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from pc.config import PCConfig
 from pc.errors import UserError
+from pc.method import method_of
 from pc_recipe.config import Config
 from pc_recipe.config.rank_batches import RankBatches
 from pc_recipe.config.schema import Checkpoint
@@ -80,6 +82,14 @@ def describe_disk(writes: Iterable[OnDisk]) -> tuple[str, list[str]]:
 
 def _existing(folder: Path) -> Path:
     return next(parent for parent in [folder, *folder.absolute().parents] if look.is_there(parent))
+
+
+def describe_pc(config: PCConfig) -> str:
+    """What PC(W) is, in a few words; by the entries of `blocks` where they differ."""
+    of_blocks = {block: method_of(config.for_block(block)).describe() for block in config.blocks}
+    if len(set(of_blocks.values())) == 1:
+        return of_blocks[config.blocks[0]]
+    return "; ".join(f"{block}: {description}" for block, description in of_blocks.items())
 
 
 def _gib(size: float) -> str:

@@ -15,13 +15,6 @@ from collections.abc import Iterable
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from pc_recipe.config import Config
-
-
-def once_per_step(config: Config) -> bool:
-    """Whether both happen once per step."""
-    return config.parallelism.fsdp_sync == "step" and config.parallelism.pipeline_parallel_degree == 1
-
 
 def prepare_micro_batch(model_parts: Iterable[nn.Module], once_per_step: bool, is_last: bool) -> None:
     """Set what the backward passes from now on do. Call it before a step's first micro-batch and before its last, but not

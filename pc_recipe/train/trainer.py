@@ -118,7 +118,7 @@ class Trainer(torchtitan.train.Trainer):
         self._batches = RankBatches.of(self.config, world_size)
         dims = self._batches.dims
         rules.require(self.config, dims, on_cpu=cpu.is_cpu())
-        return AlwaysSharded(**asdict(dims), ep=1, etp=1, once_per_step=fsdp_sync.once_per_step(self.config))
+        return AlwaysSharded(**asdict(dims), ep=1, etp=1, once_per_step=self.config.parallelism.syncs_once_per_step)
 
     # --- a step -------------------------------------------------------------------------------------
 

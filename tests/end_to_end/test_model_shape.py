@@ -39,7 +39,7 @@ def test_every_size_is_trained_exported_and_estimated(tmp_path, tiny_shards):
     assert shapes["layers.2.feed_forward.w1.weight"] == (40, 32) and "layers.3.attention.wq.weight" not in shapes
     assert set(cuts) == {8}
     matrices = 3 * (32 * 32 * 2 + 16 * 32 * 2 + 3 * 40 * 32)
-    sizes = memory.count_sizes_of_config(load_config(config, [*WORDS, "--pc.enable=false"]))
+    sizes = memory.count_sizes(load_config(config, [*WORDS, "--pc.enable=false"]))
     assert sizes.hidden_matrices == matrices
     assert sizes.total == matrices + 7 * 32 + 2 * VOCAB_SIZE * 32
     saved = plain_weights.load(checkpoint)
@@ -58,4 +58,4 @@ def test_the_ffn_has_the_width_that_is_given(ffn_dim):
     config = load_config(
         ROOT / "train_configs/debug.toml", [f"--model.ffn_dim={ffn_dim}", "--model.dim=200", "--model.n_heads=2"]
     )
-    assert memory.count_sizes_of_config(config).ffn_dim == ffn_dim
+    assert memory.count_sizes(config).ffn_dim == ffn_dim

@@ -173,7 +173,7 @@ def test_the_size_of_a_checkpoint_is_the_estimate(trained):
     config = load_config(trained[0])
     saved = tiny.load_all(trained[1] / "checkpoint" / "step-6")
     elements = sum(tensor.numel() for name, tensor in saved.items() if not name.endswith(("_u", "_v")))
-    assert memory.estimate_checkpoint_bytes(config, memory.count_sizes_of_config(config)) == pytest.approx(
+    assert memory.estimate_checkpoint_bytes(config, memory.count_sizes(config)) == pytest.approx(
         4 * elements, rel=0.005
     )
 

@@ -41,7 +41,7 @@ def test_all_faults_come_at_once_and_each_once():
 
 def test_a_check_builds_the_model_once_and_asks_each_rule_once(monkeypatch):
     asked = Counter()
-    for place, name in ((memory, "Transformer"), (rules, "anywhere"), (rules, "on_ranks")):
+    for place, name in ((memory, "find_weights"), (rules, "anywhere"), (rules, "on_ranks")):
 
         def counted(*arguments, before=getattr(place, name), name=name):
             asked[name] += 1
@@ -228,9 +228,9 @@ def test_activations_against_torchs_tracker(mode, option):
     tokens, batch = 512, 2
     args = model_args("60M", max_seq_len=tokens // batch)
     checkpointing = ActivationCheckpoint(mode=mode, selective_ac_option=option)
+    sizes = memory.count_sizes(Config(model={"flavor": "60M"}))
     with FakeTensorMode():
         model = Llama2(args)
-        sizes = memory.count_sizes(model)
         if mode != "none":
             apply_ac(
                 model,
