@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from helpers import slurm_cluster
-from helpers.made_runs import make_evaluation_data, make_shards
-from helpers.tiny import ROOT, write_small_config
+from helpers.made_runs import make_evaluation_data
+from helpers.tiny import ROOT, make_shards, write_small_config
 from pc_recipe.files.run_folder import find_newest_step, read_state
 from pc_recipe.plan.allocation import Allocation
 from pc_recipe.runs.nodes import find_gloo_interface
@@ -131,7 +131,7 @@ def test_gloo_is_told_the_interface_that_reaches_the_other_node():
 
 @pytest.mark.soak
 def test_two_nodes_train_one_run_and_a_job_behind_it_scores_it(here, tmp_path):
-    folder, shards = tmp_path / "run", make_shards(tmp_path / "text")
+    folder, shards = tmp_path / "run", make_shards(tmp_path / "text", "mistral-common")
     evaluation = make_evaluation_data(tmp_path / "evals")
     words = [f"--job.dump_folder={folder}", f"--data.path={shards}", "--model.vocab_size=32000"]
     train = submit(here, "--nodes=2", *words, "--training.steps=4", "--training.local_batch_size=1")

@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 
 from helpers import tiny
-from helpers.made_runs import make_evaluation_data, make_shards
+from helpers.made_runs import make_evaluation_data
 from helpers.ranks import run_ranks
+from helpers.tiny import make_shards
 from pc_recipe.data.loader import GlobalOrderLoader
 from pc_recipe.evaluate import hugging_face, plain_weights
 from pc_recipe.train.checkpoint_folder import CheckpointFolder
@@ -23,7 +24,7 @@ STAND_STILL = ["--optimizer.lr", "0.0", "--training.steps", "1", "--checkpoint.i
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory):
-    return make_shards(tmp_path_factory.mktemp("text"))
+    return make_shards(tmp_path_factory.mktemp("text"), "mistral-common")
 
 
 @pytest.fixture(scope="module")

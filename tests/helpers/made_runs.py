@@ -2,13 +2,10 @@
 
 import json
 import math
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import tomli_w
 import torch
 import torch.distributed.checkpoint as dcp
@@ -17,7 +14,6 @@ from torch import Tensor
 from pc import PCConfig, attach, effective_weight, named_weights
 from pc.blocks import BLOCK_SUFFIXES
 from pc.spectral import power_iteration
-from pc_recipe.data.tokenizing import tokenize
 from pc_recipe.files.run_folder import write_state
 from pc_recipe.train.checkpoint_writer import ChecksummedWriter
 from pc_recipe.train.llama2 import Llama2, model_args
@@ -32,16 +28,6 @@ class MadeRun:
 
     checkpoint: Path
     model: Llama2
-
-
-def make_shards(folder: Path) -> Path:
-    """Shards of random sentences in the default tokenizer's ids."""
-    draw = random.Random(0)
-    texts = [" ".join(draw.choices("the river carries water to the sea and back".split(), k=40)) for _ in range(200)]
-    folder.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.table({"text": texts}), folder / "text.parquet")
-    tokenize(str(folder / "text.parquet"), folder / "shards", tokenizer="mistral-common", validation_fraction=0.2)
-    return folder / "shards"
 
 
 def make_run(

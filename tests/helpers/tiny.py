@@ -61,26 +61,29 @@ pipeline_parallel_microbatch_size = 1
 """
 
 
-def make_shards(folder: Path) -> Path:
-    """Token shards of synthetic sentences with their own tokenizer; returns their folder."""
+def make_shards(folder: Path, tokenizer: str | None = None) -> Path:
+    """Token shards of synthetic sentences; returns their folder. tokenizer: None: one of their own, with `VOCAB_SIZE`."""
     from pc_recipe.data.tokenizing import tokenize
 
     draw = random.Random(0)
     words = ["".join(draw.choices("abcdefgh", k=draw.randint(2, 6))) for _ in range(60)]
     texts = [" ".join(draw.choices(words, k=40)) for _ in range(300)]
+    folder.mkdir(parents=True, exist_ok=True)
     pq.write_table(pa.table({"text": texts}), folder / "text.parquet")
+    tokenizer = tokenizer or _make_tokenizer(folder / "tokenizer", texts)
+    tokenize(str(folder / "text.parquet"), folder / "shards", tokenizer=tokenizer, validation_fraction=0.2)
+    return folder / "shards"
+
+
+def _make_tokenizer(folder: Path, texts: list[str]) -> str:
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     trainer = trainers.BpeTrainer(vocab_size=VOCAB_SIZE, special_tokens=["<unk>", "<s>", "</s>"], show_progress=False)
     tokenizer.train_from_iterator(texts, trainer)
-    (folder / "tokenizer").mkdir()
-    tokenizer.save(str(folder / "tokenizer" / "tokenizer.json"))
-    names = json.dumps({"bos_token": "<s>", "eos_token": "</s>"})
-    (folder / "tokenizer" / "tokenizer_config.json").write_text(names)
-    tokenize(
-        str(folder / "text.parquet"), folder / "shards", tokenizer=str(folder / "tokenizer"), validation_fraction=0.2
-    )
-    return folder / "shards"
+    folder.mkdir()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
+    return str(folder)
 
 
 def write_config(path: Path, shards: Path, run_folder: Path) -> Path:

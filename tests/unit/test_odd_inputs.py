@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import tomli_w
 
-from helpers.made_runs import make_run, make_shards
+from helpers.made_runs import make_run
+from helpers.tiny import make_shards
 from pc import PCConfig
 from pc.errors import UserError
 from pc_recipe.data.inspection import describe, verify
@@ -41,7 +42,7 @@ TOKENIZER = {
 def made(tmp_path_factory, tiny_shards):
     """Good inputs by kind: folders, read only."""
     folder = tmp_path_factory.mktemp("made")
-    run = make_run(folder / "run", make_shards(folder / "data"), PCConfig(level=4), flavor="tiny")
+    run = make_run(folder / "run", make_shards(folder / "data", "mistral-common"), PCConfig(level=4), flavor="tiny")
     for kind in ("sweep", "tokenizer", "model"):
         (folder / kind).mkdir()
     (folder / "sweep" / "tiny.toml").write_text("[training]\nsteps = 5\n")

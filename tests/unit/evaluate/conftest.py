@@ -4,14 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from helpers.made_runs import MadeRun, make_evaluation_data, make_run, make_shards
+from helpers.made_runs import MadeRun, make_evaluation_data, make_run
+from helpers.tiny import make_shards
 from pc import PCConfig
 from pc_recipe.evaluate.hugging_face import export
 
 
 @pytest.fixture(scope="session")
 def data_folder(tmp_path_factory) -> Path:
-    return make_shards(tmp_path_factory.mktemp("data"))
+    return make_shards(tmp_path_factory.mktemp("data"), "mistral-common")
 
 
 @pytest.fixture(scope="session")

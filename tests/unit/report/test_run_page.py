@@ -6,7 +6,8 @@ import pytest
 import tomli_w
 
 import helpers.tiny  # noqa: F401 (the flavor)
-from helpers.made_runs import make_run, make_shards, validations, write_metrics, write_run
+from helpers.made_runs import make_run, validations, write_metrics, write_run
+from helpers.tiny import make_shards
 from pc import PCConfig
 from pc.errors import UserError
 from pc_recipe.report import run_page
@@ -70,7 +71,7 @@ def test_a_run_that_says_nothing_more_than_its_losses(tmp_path):
 
 
 def test_matrix_and_text_are_those_of_the_checkpoint(tmp_path):
-    made = make_run(tmp_path / "run", make_shards(tmp_path / "data"), PCConfig(level=4))
+    made = make_run(tmp_path / "run", make_shards(tmp_path / "data", "mistral-common"), PCConfig(level=4))
     (tmp_path / "run" / "metrics.jsonl").write_text("")
     write_run(tmp_path / "run", validations([2.0]))
     run_page.write([tmp_path / "run"], tmp_path / "report.html")
