@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Set up everything and run the tests:
-#   ./run_tests.sh [--fast | --soak | --gpu] [pytest arguments]
+#   ./run_tests.sh [--all | --fast | --soak | --gpu] [pytest arguments]
+# Without arguments it runs tests/unit, each test in one process, in some six minutes; --all runs all but the long tests.
 # --fast runs only the core tests.
 # --soak runs only the long tests, --gpu only those that need a GPU; the others hide the GPU.
 # --soak alone also says when all long tests ran last and how that ended, and keeps it in tests/last_soak.txt.
@@ -12,6 +13,11 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 EXTRA="[dev]"
 source "$here/scripts/set_up.sh"
 set_up
+if [[ $# == 0 ]]; then
+    set -- tests/unit
+elif [[ $1 == --all ]]; then
+    shift
+fi
 # one process runs a whole file, whose tests share fixtures; in order of name, so that the quick tests/unit is last
 side_by_side=(--numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder)
 [[ " $* " == *" --soak "* || " $* " == *" --gpu "* ]] && side_by_side=()
