@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Set up everything and run the tests:
 #   ./run_tests.sh [--all | --fast | --soak | --gpu] [pytest arguments]
-# Without arguments it runs tests/unit, each test in one process, in some six minutes; --all runs all but the long tests.
+# Without arguments it runs tests/unit, each test in one process, in seven minutes on two cores.
+# --all runs all but the long tests.
 # --fast runs only the core tests.
 # --soak runs only the long tests, --gpu only those that need a GPU; the others hide the GPU.
 # --soak alone also says when all long tests ran last and how that ended, and keeps it in tests/last_soak.txt.
