@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -271,12 +271,7 @@ class Trainer(torchtitan.train.Trainer):
             note_start(folder, self.step)
             record(self.step)
         logger.info(self._describe_start())
-        # It waits two seconds for other ranks at its end.
-        clock = SimpleNamespace(perf_counter=time.perf_counter, sleep=_nothing) if dist.get_world_size() == 1 else time
-        with (
-            replaced(torchtitan.train.dist_utils, set_pg_timeouts=_nothing),  # `_set_timeouts` does it
-            replaced(torchtitan.train, time=clock),
-        ):
+        with replaced(torchtitan.train.dist_utils, set_pg_timeouts=_nothing):  # `_set_timeouts` does it
             super().train()
         # A late request has nothing to stop; at its exit Python would restore the default, which is to end in failure.
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)
