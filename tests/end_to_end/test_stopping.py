@@ -41,14 +41,7 @@ def _interrupt(words, run, number, processes=1):
             started.kill()
 
 
-@pytest.mark.parametrize(
-    "number, processes",
-    [
-        (signal.SIGTERM, 2),
-        pytest.param(signal.SIGINT, 1, marks=pytest.mark.soak),
-        pytest.param(signal.SIGINT, 2, marks=pytest.mark.soak),
-    ],
-)
+@pytest.mark.parametrize("number, processes", [(signal.SIGINT, 1), (signal.SIGINT, 2), (signal.SIGTERM, 2)])
 def test_the_first_signal_saves_and_stops(tiny_shards, tmp_path, number, processes):
     run = tmp_path / "run"
     config = write_small_config(tmp_path / "run.toml", tiny_shards, steps=2000, interval=2000)
@@ -69,8 +62,8 @@ def test_the_first_signal_saves_and_stops(tiny_shards, tmp_path, number, process
     "number, expected, state",
     [
         (signal.SIGINT, 130, "stopped"),
-        pytest.param(signal.SIGUSR2, 0, "stopped", marks=pytest.mark.soak),
-        pytest.param(signal.SIGQUIT, 131, "interrupted", marks=pytest.mark.soak),  # without saving
+        (signal.SIGUSR2, 0, "stopped"),
+        (signal.SIGQUIT, 131, "interrupted"),  # without saving
     ],
 )
 def test_a_signal_ends_a_sweep(tiny_shards, tmp_path, number, expected, state):

@@ -22,10 +22,9 @@ RUNS = {
     "muon_baseline": ["--optimizer.name", "Muon", "--pc.enable", "false"],
     "muon_pc": ["--optimizer.name", "Muon", "--pc.level", "2"],
 }
-MARKS = {"adamw_pc": pytest.mark.fast, "muon_baseline": pytest.mark.soak}  # a CPU takes ten seconds for a step of Muon
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, ())) for name in RUNS])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.fast] * (n == "adamw_pc")) for n in RUNS])
 def test_first_losses(demo_data, tmp_path, name):
     overrides = {
         "job.dump_folder": tmp_path,

@@ -166,9 +166,9 @@ def test_mistakes_in_parquet(tmp_path, write_parquet, make_texts):
 
 
 def test_a_small_file_of_much_text_does_not_take_the_memory(tmp_path, monkeypatch):
-    """A dictionary of one long text, eighty times."""
+    """A dictionary of one long text, two hundred times."""
     text, file = "a long text " * 5_000, tmp_path / "bomb.parquet"  # 60 KB
-    pq.write_table(pa.table({"text": pa.array([text] * 80).dictionary_encode()}), file, store_schema=False)
+    pq.write_table(pa.table({"text": pa.array([text] * 200).dictionary_encode()}), file, store_schema=False)
 
     def peak(name):
         before, pool = pa.default_memory_pool(), pa.proxy_memory_pool(pa.default_memory_pool())
@@ -178,13 +178,13 @@ def test_a_small_file_of_much_text_does_not_take_the_memory(tmp_path, monkeypatc
         finally:
             pa.set_memory_pool(before)
         # 2.4 MB of text each, all that a process holds at a time; equal texts are in one split
-        assert [shard.documents for split in SPLITS for shard in manifest.shards[split]] == [40] * 2
+        assert [shard.documents for split in SPLITS for shard in manifest.shards[split]] == [40] * 5
         return pool.max_memory()
 
     assert file.stat().st_size < 20_000
     assert peak("out") < 20 * len(text)
-    monkeypatch.setattr(sources, "BATCH", 80)  # control
-    assert peak("control") > 80 * len(text)
+    monkeypatch.setattr(sources, "BATCH", 200)  # control
+    assert peak("control") > 200 * len(text)
 
 
 @pytest.mark.parametrize(

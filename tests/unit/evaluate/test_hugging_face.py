@@ -134,7 +134,7 @@ export_hf.main()
 """
 
 
-@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.soak), signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_killed_export_leaves_nothing_for_long(tmp_path, pc_run, number):
     words = [sys.executable, "-c", EXPORT, str(pc_run.checkpoint), str(tmp_path / "out")]
     with subprocess.Popen(words, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:

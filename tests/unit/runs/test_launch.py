@@ -90,7 +90,6 @@ def test_torchrun_takes_no_options_from_outside(monkeypatch, name, value):
     assert name not in launch.build_environment(1)
 
 
-@pytest.mark.soak
 def test_compiled_code_is_not_loaded_from_a_common_folder(monkeypatch, tmp_path):
     """In /tmp another user may have made it first."""
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
