@@ -15,8 +15,8 @@ def headline(config: Config) -> str:
 
 def describe(model: Model, optimizer: str, pc: PC) -> str:
     """`headline` of a configuration's parts."""
-    size = f"{_short(sum(map(math.prod, weight_shapes(model).values())))} Llama"
-    return f"{size}, {optimizer}, {_describe_pc(pc, shape_of(model).n_layers)}"
+    parameters = sum(map(math.prod, weight_shapes(model).values()))
+    return f"{_short(parameters)} Llama, {optimizer}, {_describe_pc(pc, shape_of(model).n_layers)}"
 
 
 def _describe_pc(pc: PC, layers: int) -> str:
