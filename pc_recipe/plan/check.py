@@ -174,7 +174,7 @@ def estimate_hours(result: CheckResult, world_size: int, tflops: float | None = 
 
     run_cost = cost.RunCost(result.config, world_size)
     gpu_hours = run_cost.gpu_hours(tflops)
-    rate = f"{tflops or cost.assume_tflops(run_cost.args.dim):.3g} TFLOP/s per GPU, "
+    rate = f"{tflops or cost.assume_tflops(run_cost.shape.dim):.3g} TFLOP/s per GPU, "
     rate += "given" if tflops else "assumed: of an H100, at most 40 % of its peak"
     hours = gpu_hours / world_size
     long = f"{hours:.1f} hours" if hours >= 1 else f"{60 * hours:.1f} minutes"

@@ -13,8 +13,6 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop
-from torchtitan.distributed.activation_checkpoint import apply_ac
-from torchtitan.models.llama3.model.model import Transformer
 
 from pc.config import PCConfig
 from pc.measure import cost_bound
@@ -22,14 +20,12 @@ from pc.method import method_of
 from pc.owner import assign
 from pc.preconditioner import KEPT_BYTES
 from pc_recipe.config import Config
+from pc_recipe.config.model_sizes import shape_of, weight_shapes
 from pc_recipe.config.rank_batches import RankBatches
 from pc_recipe.files import markdown
 from pc_recipe.plan import micro_batch
 from pc_recipe.plan.memory import count_kept_bytes, find_weights, matrices_of
 from pc_recipe.plan.needs import describe_pc
-from pc_recipe.train.llama2 import model_args_of
-from pc_recipe.train.parallelize import SAVED_OPERATIONS
-from pc_recipe.train.upstream_config import JobConfig
 
 
 @dataclass(frozen=True)
@@ -95,9 +91,8 @@ class RunCost:
     """
 
     def __init__(self, config: Config, world_size: int) -> None:
-        self.args = model_args_of(config)
-        with torch.device("meta"):
-            self.model = Transformer(self.args)
+        self.shape = shape_of(config.model)
+        self.parameters = sum(math.prod(size) for size in weight_shapes(config.model).values())
         self.config = micro_batch.choose(config, world_size)
         self.batches = RankBatches.of(self.config, world_size)
         self.tokens = self.batches.tokens
@@ -116,12 +111,15 @@ class RunCost:
             free[owner] -= kept * keeps
             load[owner] += sum(Matrix(*matrix).step_flops(keeps) for matrix in matrices_of(split))
         bounds = [cost_bound((matrix.n, matrix.m), self.tokens, matrix.config) for matrix in self.matrices]
-        _, per_token = self.args.get_nparams_and_flops(self.model, seq_len)
-        upper_triangle = 6 * self.args.n_layers * self.args.dim * seq_len  # of scores and their matmul with values
+        # a forward pass has a multiplication and an addition for each weight, a backward pass twice as many
+        of_weights = 6 * (
+            self.parameters - self.config.model.vocab_size * self.shape.dim
+        )  # no matmul for the embedding
+        upper_triangle = 6 * self.shape.n_layers * self.shape.dim * seq_len  # of scores and their matmul with values
         return StepCost(
             tokens=self.tokens,
-            model=self.tokens * (per_token - upper_triangle),
-            model_full_square=self.tokens * per_token,
+            model=self.tokens * (of_weights + upper_triangle),
+            model_full_square=self.tokens * (of_weights + 2 * upper_triangle),
             recomputed=self._recomputed_flops(),
             pc=sum(load) * dims.dp_replicate,  # every replica repeats the work
             pc_busiest=math.ceil(max(load) / dims.pp),
@@ -138,14 +136,22 @@ class RunCost:
         operations = cost.model + (cost.recomputed or 0)
         if pc.enable:
             operations += cost.pc
-        return self.config.training.steps * operations / (3600e12 * (tflops or assume_tflops(self.args.dim)))
+        return self.config.training.steps * operations / (3600e12 * (tflops or assume_tflops(self.shape.dim)))
 
     def _recomputed_flops(self) -> int | None:
         """Of all sequences of a step, on the whole model without memory for it."""
         if (mode := self.config.activation_checkpoint.mode) in ("none", "memory_budget"):
             return 0 if mode == "none" else None
+        # imported here, because it takes seconds
+        from torchtitan.distributed.activation_checkpoint import apply_ac
+        from torchtitan.models.llama3.model.model import Transformer
+
+        from pc_recipe.train.llama2 import model_args_of
+        from pc_recipe.train.parallelize import SAVED_OPERATIONS
+        from pc_recipe.train.upstream_config import JobConfig
+
         with FakeTensorMode():
-            model = Transformer(self.args)
+            model = Transformer(model_args_of(self.config))
             tokens = torch.zeros(1, self.config.training.seq_len, dtype=torch.long)
             without = _counted(lambda: model(tokens).sum().backward())
             apply_ac(model, JobConfig(self.config).activation_checkpoint, op_sac_save_list=SAVED_OPERATIONS)
@@ -160,7 +166,6 @@ def assume_tflops(width: int) -> float:
 def table(run_cost: RunCost) -> str:
     """The costs of a step as a Markdown table."""
     cost, config, ranks = run_cost.step_cost(), run_cost.config, run_cost.batches.dims.world_size
-    parameters = sum(parameter.numel() for parameter in run_cost.model.parameters())
     note = "" if config.pc.enable else " (this config has PC off; the figures assume it is on)"
     operations = [
         ("model, attention counted causally", cost.model, "100 %"),
@@ -182,7 +187,7 @@ def table(run_cost: RunCost) -> str:
         "relative to the preconditioned matrices' own matmuls.\n"
     )
     return (
-        f"{parameters / 1e6:,.1f} M parameters, {ranks} GPUs, {cost.tokens:,} tokens per step in {run_cost.batches.micro_batches} "
+        f"{run_cost.parameters / 1e6:,.1f} M parameters, {ranks} GPUs, {cost.tokens:,} tokens per step in {run_cost.batches.micro_batches} "
         f"micro-batches of {config.training.local_batch_size} x {config.training.seq_len} per rank, PC: "
         f"{describe_pc(config.pc.pc_config)}{note}\n\n"
         + markdown.table(("operations per step", "PFLOP", "of the model's"), rows)

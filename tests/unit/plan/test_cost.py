@@ -3,9 +3,12 @@
 from pathlib import Path
 
 import pytest
+import torch
+from torchtitan.models.llama3.model.model import Transformer
 
 from pc_recipe.config import load_config
 from pc_recipe.plan.cost import RunCost, table
+from pc_recipe.train.llama2 import model_args_of
 
 CONFIGS = Path(__file__).parents[3] / "train_configs"
 
@@ -31,6 +34,15 @@ def test_figures_of_the_paper():
         assert (both - cost.pc) / kept == pytest.approx(share, abs=0.01)
         assert cost.pc < cost.paper_bound * cost.model
         assert cost.pc / owners <= cost.pc_busiest < 1.1 * cost.pc / owners
+
+
+@pytest.mark.parametrize("model", [{}, {"flavor": "70B", "n_layers": 2}, {"ffn_dim": 100, "vocab_size": 320}], ids=str)
+def test_attention_counted_fully_is_as_torchtitan_counts(model):
+    config = load_config(CONFIGS / "271m_adamw_pc.toml", [f"--model.{key}={value}" for key, value in model.items()])
+    cost, args = RunCost(config, 8).step_cost(), model_args_of(config)
+    with torch.device("meta"):
+        _, per_token = args.get_nparams_and_flops(Transformer(args), config.training.seq_len)
+    assert cost.model_full_square == cost.tokens * per_token
 
 
 @pytest.mark.parametrize("mode, option", [("none", "op"), ("selective", "op"), ("selective", "2"), ("full", "op")])

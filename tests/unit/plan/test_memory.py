@@ -46,8 +46,9 @@ def test_a_check_does_without_torchtitan():
     code = """
 import sys
 from pc_recipe.config import load_config
-from pc_recipe.plan.check import check
-assert not check(load_config("train_configs/1b_adamw_pc.toml"), 8, needs_data=False).errors
+from pc_recipe.plan.check import check, estimate_hours
+report = check(load_config("train_configs/1b_adamw_pc.toml"), 8, needs_data=False)
+assert not report.errors and estimate_hours(report, 8) > 0
 assert "torch" in sys.modules and "torchtitan" not in sys.modules
 """
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
