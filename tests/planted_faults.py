@@ -4,8 +4,9 @@
 
 Faults are made from the syntax tree: an operator is swapped, a condition negated, a number shifted, a call or a
 keyword argument dropped. The seed draws them by their text, so that an unchanged line keeps its faults. Each meets the
-tests that run its statement, at most three of one function: those of `--fast` first, then those of usual test files
-named after its module. They run in a fork of one process that has imported torch, so that most faults cost seconds.
+tests that run its statement, also in a command that they start, at most three of one function: those of `--fast` first,
+then those of usual test files that show its module (`_shows`). They run in a fork of one process that has imported torch,
+so that most faults cost seconds.
 (mutmut leaves out decorated functions and wraps the others; cosmic-ray starts a process and imports torch for each.)
 """
 
@@ -35,8 +36,9 @@ GIVEN = {
     "pc/matrices.py": "checkpoint_report", "pc/measure.py": "checkpoint_report", "pc/shards.py": "hyperball_ranks",
     "pc/preconditioner.py": "loops|loops_ranks",
     "pc_recipe/train/trainer.py": "nonfinite|stopping|training",
+    "pc_recipe/data/inspection.py": "data_commands", "pc_recipe/data/train_tokenizer.py": "data_commands",
 }  # fmt: skip
-"""{module: tests that show it under another name}"""
+"""{module: tests that show it, and neither have its name nor are in the folder of its package}"""
 SWAPS = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
     ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.And: ast.Or, ast.Or: ast.And,
@@ -120,39 +122,52 @@ def _replacements(node):
             yield test, f"not ({ast.unparse(test)})"
 
 
+def trace(modules: dict[str, str], file: str) -> None:
+    """From now on write each line of `modules`, {path: name}, that is run in a test, once: test, module, line, as JSON."""
+    seen = set()
+
+    def line(frame, event, _):
+        path, test = frame.f_code.co_filename, os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
+        if event == "line" and test and (key := (test, path, frame.f_lineno)) not in seen:
+            seen.add(key)
+            _write(file, test, modules[path], frame.f_lineno)
+        return line if path in modules else None
+
+    threading.settrace(line)
+    sys.settrace(line)
+
+
+def _write(file: str, *row) -> None:
+    with open(file, "a") as stream:  # a short line at once, because other processes write too
+        stream.write(json.dumps(row) + "\n")
+
+
+COMMANDS = f"""
+import json, os, sys
+if "TRACED" in os.environ:
+    sys.path.append({str(Path(__file__).parent)!r})
+    import planted_faults
+    planted_faults.trace(*json.loads(os.environ["TRACED"]))
+    sys.path.pop()
+"""
+"""sitecustomize.py, with which every Python starts"""
+
+
 class Watch:
-    """A pytest plugin that writes, as lines of JSON: test, module, line that it runs; test, seconds, whether it failed."""
+    """A pytest plugin that writes what `trace` does, and of each test its seconds and whether it failed."""
 
     def __init__(self, modules: dict[str, str], file: Path) -> None:
-        self.modules, self.file, self.test, self.seen, self.done = modules, file, "", set(), set()
+        self.modules, self.file, self.done = modules, file, set()
 
-    def _write(self, *row) -> None:
-        with self.file.open("a") as file:  # a short line at once, because forked ranks write too
-            file.write(json.dumps(row) + "\n")
-
-    def _trace(self, frame, event, _):
-        file, key = frame.f_code.co_filename, (self.test, frame.f_code.co_filename, frame.f_lineno)
-        if event == "line" and key not in self.seen:
-            self.seen.add(key)
-            self._write(self.test, self.modules[file], frame.f_lineno)
-        return self._trace if file in self.modules else None
+    def pytest_configure(self):
+        os.environ["TRACED"] = json.dumps([self.modules, str(self.file)])  # of a fork, and of commands that it starts
+        trace(self.modules, str(self.file))
 
     def pytest_collection_modifyitems(self, items):
         items[:] = [item for item in items if item.nodeid not in self.done]
 
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_protocol(self, item):
-        self.test = item.nodeid
-        sys.settrace(self._trace)
-        threading.settrace(self._trace)
-        try:
-            return (yield)
-        finally:
-            sys.settrace(None)
-            threading.settrace(None)
-
     def pytest_runtest_logreport(self, report):
-        self._write(report.nodeid, report.duration, bool(report.failed))
+        _write(str(self.file), report.nodeid, report.duration, bool(report.failed))
 
 
 class Only:
@@ -194,10 +209,7 @@ def run(words: list[str], plugin, seconds: float) -> int | None:
 
 def tests_by_line(tree: Path, modules: list[str], file: Path) -> dict:
     """{(module, line, or None for any): {test: (not of --fast, seconds)}} of the tests that pass without a fault."""
-    patterns = {module: rf"test_({Path(module).stem}(_ranks)?|{GIVEN.get(module, '')})" for module in modules}
-    named = [
-        path for path in (tree / "tests").rglob("*.py") if any(re.fullmatch(p, path.stem) for p in patterns.values())
-    ]
+    named = [path for path in (tree / "tests").rglob("test_*.py") if any(_shows(path, module) for module in modules)]
     seconds, failed, hits = defaultdict(float), set(), defaultdict(dict)
     watch, other = Watch({str(tree / module): module for module in modules}, file), {}
     for words in (["--fast"], [str(path) for path in sorted(named) if path.parent.name != "gpu"]):
@@ -212,13 +224,20 @@ def tests_by_line(tree: Path, modules: list[str], file: Path) -> dict:
                 seconds[test] += row[0]
                 failed |= {test} if row[1] else set()
         for test, module, line in (row for row in rows if not isinstance(row[2], bool)):
-            if not other[test] or re.fullmatch(patterns[module], Path(test.partition("::")[0]).stem):
+            if not other[test] or _shows(Path(test.partition("::")[0]), module):
                 hits[module, line][test] = hits[module, None][test] = None
     print("".join(f"left out, because it fails without a fault: {test}\n" for test in sorted(failed)), flush=True)
     return {
         place: {test: (other[test], seconds[test]) for test in _some(tests.keys() - failed)}
         for place, tests in hits.items()
     }
+
+
+def _shows(path: Path, module: str) -> bool:
+    """Whether a test file has the module's name, or one that is given, or is in the folder of its package of the recipe."""
+    package, *rooms, name = Path(module).with_suffix("").parts
+    named = re.fullmatch(rf"test_({name}(_ranks)?|{GIVEN.get(module, '')})", path.stem)
+    return bool(named) or package == "pc_recipe" and path.parent.name in rooms
 
 
 def _some(tests: set[str]) -> list[str]:
@@ -285,6 +304,7 @@ def main() -> None:
 def _prepare(tree: Path) -> None:
     """Import torch and TorchTitan once, let everything else come from the copied tree, and let ranks be forks."""
     os.chdir(tree)
+    Path("sitecustomize.py").write_text(COMMANDS)
     sys.path[0] = os.environ["PYTHONPATH"] = str(tree)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     import hypothesis  # noqa: F401
