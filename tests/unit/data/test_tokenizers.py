@@ -33,6 +33,15 @@ def test_no_text_and_a_file_in_the_way_are_said(source, tmp_path):
         train_tokenizer([source], tmp_path / "empty.txt", 300, 1)
 
 
+@pytest.mark.parametrize(("megabytes", "is_read"), [(1, False), (2, True)])
+def test_a_tokenizer_is_trained_on_the_first_megabytes(megabytes, is_read, tmp_path):
+    (tmp_path / "a.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in ("ab " * 333_334, "yz " * 9))
+    )
+    train_tokenizer([str(tmp_path / "a.jsonl")], tmp_path / "made", 300, megabytes)
+    assert ("yz" in json.loads((tmp_path / "made" / "tokenizer.json").read_text())["model"]["vocab"]) == is_read
+
+
 @pytest.mark.parametrize("bos", [None, "</s>"], ids=["none", "the EOS, as GPT-2's"])
 def test_without_a_bos_of_its_own(hugging_face_folder, tmp_path, bos):
     config = json.loads((hugging_face_folder / "tokenizer_config.json").read_text())

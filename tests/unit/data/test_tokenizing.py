@@ -280,6 +280,7 @@ def test_demo_is_made_once_and_continues_after_a_stop(tmp_path, monkeypatch):
     first = manifest.load_tokenizer().decode(next(read_documents(manifest, "train"))[1:-1])
     assert first.startswith("Title ") and "\n\nText number " in first
     assert "CC BY-SA 4.0" in (tmp_path / "demo" / "ATTRIBUTION.txt").read_text()
+    monkeypatch.setattr(demo, "tokenize", lambda *a, **k: 1 / 0)
     assert demo.make_demo(tmp_path / "demo") == manifest and len(downloads) == 1
 
 
