@@ -161,7 +161,11 @@ class Watch:
 
     def pytest_configure(self):
         os.environ["TRACED"] = json.dumps([self.modules, str(self.file)])  # of a fork, and of commands that it starts
-        trace(self.modules, str(self.file))
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self):
+        trace(self.modules, str(self.file))  # anew for each test: hypothesis ends what traces
+        return (yield)
 
     def pytest_collection_modifyitems(self, items):
         items[:] = [item for item in items if item.nodeid not in self.done]
