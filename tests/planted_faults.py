@@ -36,6 +36,7 @@ GIVEN = {
     "pc/matrices.py": "checkpoint_report", "pc/measure.py": "checkpoint_report", "pc/shards.py": "hyperball_ranks",
     "pc/preconditioner.py": "loops|loops_ranks",
     "pc_recipe/train/trainer.py": "nonfinite|stopping|training",
+    "pc_recipe/plan/allocation.py": "slurm_decisions",
     "pc_recipe/data/inspection.py": "data_commands", "pc_recipe/data/train_tokenizer.py": "data_commands",
 }  # fmt: skip
 """{module: tests that show it, and neither have its name nor are in the folder of its package}"""
