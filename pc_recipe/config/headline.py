@@ -1,9 +1,7 @@
 """What a configuration trains, in one line: made from it, so that no run calls itself what it is not."""
 
-import math
-
 from pc.blocks import BLOCK_GROUPS, BLOCK_SUFFIXES
-from pc_recipe.config.model_sizes import shape_of, weight_shapes
+from pc_recipe.config.model_sizes import count_parameters, shape_of
 from pc_recipe.config.pc_section import PC
 from pc_recipe.config.schema import Config, Model
 
@@ -15,8 +13,7 @@ def headline(config: Config) -> str:
 
 def describe(model: Model, optimizer: str, pc: PC) -> str:
     """`headline` of a configuration's parts."""
-    parameters = sum(map(math.prod, weight_shapes(model).values()))
-    return f"{_short(parameters)} Llama, {optimizer}, {_describe_pc(pc, shape_of(model).n_layers)}"
+    return f"{_short(count_parameters(model))} Llama, {optimizer}, {_describe_pc(pc, shape_of(model).n_layers)}"
 
 
 def _describe_pc(pc: PC, layers: int) -> str:

@@ -1,6 +1,7 @@
 """The sizes of Llama 2 that `model.flavor` can choose, and other keys of `[model]` change. To add one, add an entry to
 `FLAVORS`."""
 
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
@@ -85,6 +86,11 @@ def weight_shapes(model: "Model") -> dict[str, tuple[int, ...]]:
         whole |= {f"layers.{layer}.{name}": size for name, size in block.items()}
     whole |= {"norm": (dim,), "output": (model.vocab_size, dim)}
     return {f"{name}.weight": size for name, size in whole.items()}
+
+
+def count_parameters(model: "Model") -> int:
+    """Of the whole model, without those that PC adds."""
+    return sum(map(math.prod, weight_shapes(model).values()))
 
 
 def sizes_of(model: "Model") -> dict[str, float]:

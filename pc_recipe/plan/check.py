@@ -165,7 +165,7 @@ def check_on_ranks(result: CheckResult, gpu_gib: float | None = None) -> None:
 
 
 def estimate_hours(result: CheckResult, world_size: int, tflops: float | None = None) -> float:
-    """Hours of a run without errors, which are added to the result's facts. It takes seconds.
+    """Hours of a run without errors, which are added to the result's facts. Activation checkpointing takes it seconds.
 
     Args:
         tflops: as in `pc_recipe.plan.cost.RunCost.gpu_hours`.

@@ -20,7 +20,7 @@ from pc.method import method_of
 from pc.owner import assign
 from pc.preconditioner import KEPT_BYTES
 from pc_recipe.config import Config
-from pc_recipe.config.model_sizes import shape_of, weight_shapes
+from pc_recipe.config.model_sizes import count_parameters, shape_of
 from pc_recipe.config.rank_batches import RankBatches
 from pc_recipe.files import markdown
 from pc_recipe.plan import micro_batch
@@ -92,7 +92,7 @@ class RunCost:
 
     def __init__(self, config: Config, world_size: int) -> None:
         self.shape = shape_of(config.model)
-        self.parameters = sum(math.prod(size) for size in weight_shapes(config.model).values())
+        self.parameters = count_parameters(config.model)
         self.config = micro_batch.choose(config, world_size)
         self.batches = RankBatches.of(self.config, world_size)
         self.tokens = self.batches.tokens
@@ -111,10 +111,9 @@ class RunCost:
             free[owner] -= kept * keeps
             load[owner] += sum(Matrix(*matrix).step_flops(keeps) for matrix in matrices_of(split))
         bounds = [cost_bound((matrix.n, matrix.m), self.tokens, matrix.config) for matrix in self.matrices]
-        # a forward pass has a multiplication and an addition for each weight, a backward pass twice as many
-        of_weights = 6 * (
-            self.parameters - self.config.model.vocab_size * self.shape.dim
-        )  # no matmul for the embedding
+        # as TorchTitan counts, whose import takes seconds: 2 FLOPs for a weight forward, 4 backward, none for the embedding
+        embedding = self.config.model.vocab_size * self.shape.dim
+        of_weights = 6 * (self.parameters - embedding)
         upper_triangle = 6 * self.shape.n_layers * self.shape.dim * seq_len  # of scores and their matmul with values
         return StepCost(
             tokens=self.tokens,
