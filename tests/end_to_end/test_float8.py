@@ -48,7 +48,7 @@ def test_runs_in_float8(tiny_config, tmp_path):
     # float8 has 3 bits behind the point, a relative 6 % of each factor, that average out in each product
     assert float8 == pytest.approx(plain, rel=1e-3)
     assert max(abs(a / b - 1) for a, b in zip(float8, plain, strict=True)) > 1e-4  # control: it was in use
-    assert max(abs(a / b - 1) for a, b in zip(losses.pop("baseline"), float8, strict=True)) > 2e-3  # so was PC
+    assert max(abs(a / b - 1) for a, b in zip(losses.pop("baseline"), float8, strict=True)) > 2.5e-3  # so was PC
     for name, values in losses.items():
         # the largest entry that sets a scale is that of a shard's batch on each rank, so two ranks round differently
         assert values == pytest.approx(float8, rel=1e-3), name
