@@ -103,7 +103,8 @@ def data_checksums(config: Config) -> dict[str, str]:
     checksums = {}
     for key, folders in (("path", config.data.folders), ("validation_path", config.data.validation_folders)):
         texts = [look.read(Path(folder, "manifest.json")) or b"" for folder in folders]
-        with contextlib.suppress(ValueError, KeyError, TypeError):  # reported when the data are opened
+        # a damaged one is reported when the data are opened
+        with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):
             manifests = [json.loads(text) for text in texts]
             identities = (m.get("configuration_sha256") or m["content_sha256"] for m in manifests)
             checksums[f"content of data.{key}"] = ", ".join(identities)

@@ -1,6 +1,7 @@
 """The lock of a run's folder: one run trains in it at a time."""
 
 import contextlib
+import errno
 import fcntl
 import os
 import time
@@ -10,6 +11,7 @@ from typing import TextIO
 
 from pc.errors import UserError
 from pc_recipe.files import look
+from pc_recipe.files.errors import ReadFailed
 from pc_recipe.files.inside import require_plain
 
 _LOCKS = ("lock", "lock.ranks")
@@ -27,7 +29,9 @@ def _is_held(file: Path) -> bool:
     try:
         with _open_lock(file, os.O_RDWR) as opened:
             fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:  # also of a file system without locks
+    except OSError as error:  # also of a file system without locks, or that is mounted for reading alone
+        if error.errno in (errno.EIO, errno.ESTALE):
+            raise ReadFailed(f"{file}: could not be read ({error.strerror})") from error
         return isinstance(error, BlockingIOError | PermissionError)
     return False
 

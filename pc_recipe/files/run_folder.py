@@ -5,7 +5,10 @@ import re
 import tomllib
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
 from pc.errors import UserError
 from pc_recipe.files import look
@@ -16,7 +19,7 @@ from pc_recipe.files.run_log import find_last_step
 INDEX = ".metadata"
 """It is written last, so a checkpoint that has it is complete."""
 CHECKSUMS = "XXH128SUMS"
-"""It is written just before the index, so one that has it without an index has lost the index."""
+"""It is written just before the index."""
 _STATUS = "status.json"
 _HAS_SAVED = "has_checkpoints"
 _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
@@ -24,19 +27,30 @@ _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
 _DAMAGED = re.compile(r"step-([0-9]+)(\.damaged)+")
 _PURGED = re.compile(r"step-[0-9]+\.purged")
 _EARLIER = re.compile(r"config\.[0-9].*\.toml")
-STATES = ("waiting", "running", "interrupted", "stopped", "finished", "failed", "diverged")
+State = Literal["waiting", "running", "interrupted", "stopped", "finished", "failed", "diverged"]
 
 
 @dataclass(frozen=True)
 class RunState:
     """Progress of a run."""
 
-    state: str
-    """One of `STATES`."""
+    state: State
     step: int
     steps: int
     reason: str = ""
     """Why the run stopped or failed, in one line."""
+
+
+class _Environment(TypedDict, total=False):
+    """What is read of environment.json again; it says more."""
+
+    __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
+    data: dict[str, str] | None
+    gpus: list[str]
+    earlier: list["_Environment"]
+
+
+_STATE, _ENVIRONMENT = TypeAdapter(RunState), TypeAdapter(_Environment)
 
 
 def read_state(folder: Path) -> RunState:
@@ -46,20 +60,18 @@ def read_state(folder: Path) -> RunState:
     if content is None:
         return RunState("running" if locked else "waiting", 0, 0, "")
     try:
-        state = RunState(**json.loads(content))
-        if state.state not in STATES:
-            raise ValueError(state.state)
-    except (ValueError, TypeError, RecursionError):
+        state = _STATE.validate_json(content)
+    except ValidationError:
         state = RunState("running", 0, 0, f"{file} cannot be read")
     return replace(state, state="interrupted") if state.state == "running" and not locked else state
 
 
-def write_state(folder: str | Path, state: str, step: int, steps: int, reason: str = "") -> None:
+def write_state(folder: str | Path, state: State, step: int, steps: int, reason: str = "") -> None:
     """`state` is running, stopped, finished, failed or diverged."""
     write_atomically(Path(folder) / _STATUS, json.dumps(asdict(RunState(state, step, steps, reason))) + "\n")
 
 
-def write_failure(folder: str | Path, reason: str, step: int = 0, state: str = "failed") -> None:
+def write_failure(folder: str | Path, reason: str, step: int = 0, state: State = "failed") -> None:
     """Mark the run as `state`, "failed" or "diverged", unless it finished or diverged before.
 
     A later attempt in its folder, or another rank, may fail in another way. step: if it is after that in status.json.
@@ -84,12 +96,10 @@ def read_first_config(run: Path) -> dict[str, Any]:
 
 def read_environment(run: Path) -> dict[str, Any]:
     """What environment.json says of a run's machine, code and data; empty if there is none, or a damaged one."""
-    text = look.read(run / "environment.json") or b"{}"
     try:
-        content = json.loads(text)
-    except (ValueError, RecursionError):
+        return dict(_ENVIRONMENT.validate_json(look.read(run / "environment.json") or b"{}"))
+    except ValidationError:
         return {}
-    return content if isinstance(content, dict) else {}
 
 
 def read_parts(run: Path) -> list[dict[str, Any]]:
@@ -147,8 +157,12 @@ def is_complete(checkpoint: str | Path) -> bool:
 
 
 def was_complete(checkpoint: str | Path) -> bool:
-    """Whether it is complete, or has lost its index since, as by a copy without hidden files."""
-    return is_complete(checkpoint) or look.is_file(Path(checkpoint, CHECKSUMS))
+    """Whether it is complete, or has lost its index since, as by a copy without hidden files.
+
+    Torch writes the index under another name, which a kill before the index gets its own leaves there.
+    """
+    is_unfinished = look.is_file(Path(checkpoint, f"{INDEX}.tmp"))
+    return is_complete(checkpoint) or (look.is_file(Path(checkpoint, CHECKSUMS)) and not is_unfinished)
 
 
 def note_saved(run: Path) -> None:

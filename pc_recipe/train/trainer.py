@@ -276,8 +276,10 @@ class Trainer(torchtitan.train.Trainer):
         # A late request has nothing to stop; at its exit Python would restore the default, which is to end in failure.
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)
         if dist.get_rank() == 0:
-            state, reason = ("stopped", "asked to stop") if self.stopped else ("finished", "")
-            write_state(folder, state, self.step, last, reason)
+            if self.stopped:
+                write_state(folder, "stopped", self.step, last, "asked to stop")
+            else:
+                write_state(folder, "finished", self.step, last)
 
     def _describe_start(self) -> str:
         config, device = self.config, self.metrics_processor.device_memory_monitor.device_name

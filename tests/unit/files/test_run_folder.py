@@ -1,9 +1,32 @@
 """What a run's folder says of itself."""
 
-from pc_recipe.files.run_folder import find_newest_step
+import json
+
+import pytest
+
+from pc_recipe.files.run_folder import find_newest_step, read_parts
 
 
 def test_a_run_without_checkpoints_has_no_step_wherever_the_command_runs(tmp_path, monkeypatch):
     (tmp_path / "step-7").mkdir()
     monkeypatch.chdir(tmp_path / "step-7")
     assert find_newest_step(tmp_path / "run") == 0
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[1]", '{"earlier": null}', '{"earlier": [1]}', '{"data": [1]}', '{"data": {"content of data.path": 1}}',
+     '{"earlier": [{"data": [1]}]}', '{"gpus": "card"}'],
+)  # fmt: skip
+def test_of_a_damaged_environment_nothing_is_known(tmp_path, text):
+    """Each start, report and sweep reads it."""
+    (tmp_path / "environment.json").write_text(text)
+    assert read_parts(tmp_path) == [{}]
+
+
+def test_of_an_environment_all_is_known(tmp_path):
+    earlier = {"data": {"content of data.path": "one"}, "cpu": "AVX2"}
+    content = {"data": {"content of data.path": "other"}, "gpus": ["card"], "world_size": 2, "earlier": [earlier]}
+    (tmp_path / "environment.json").write_text(json.dumps(content))
+    newest = {key: value for key, value in content.items() if key != "earlier"}
+    assert read_parts(tmp_path) == [newest, earlier]

@@ -126,6 +126,14 @@ def test_other_content_of_the_data_is_another_run(folder):
         assert differing_keys(equal_runs.read_result_key(Path("outputs/by-hand")), result_key(config)) == expected
 
 
+@pytest.mark.parametrize("text", ["[1]", "[" * 100_000, "\xff"], ids=range(3))
+def test_damaged_data_are_not_known(folder, text):
+    """A plan goes on; the run that opens them says what is damaged."""
+    Path("shards").mkdir()
+    Path("shards/manifest.json").write_text(text, encoding="latin-1")
+    assert result_key(load_config("pc.toml", ["--data.path=shards"])) == key_of("--data.path=shards")
+
+
 def test_a_seed_is_trained_in_all_arms_before_the_next(folder, trained):
     for name, level in (("one", 3), ("two", 4)):
         (folder / f"{name}.toml").write_text(f'configs = ["pc.toml"]\nseeds = [1, 2]\n[axes]\n"pc.level" = [{level}]\n')

@@ -1,12 +1,16 @@
 """What run folders say, and which run is chosen, on run folders written by hand."""
 
+import errno
 import math
+import os
 import tomllib
+from pathlib import Path
 
 import pytest
 
 from helpers.made_runs import write_run
 from pc.errors import UserError
+from pc_recipe.files.errors import ReadFailed
 from pc_recipe.files.lock import join_lock, lock
 from pc_recipe.files.run_folder import keep_earlier_config, read_state
 from pc_recipe.files.run_log import read_log
@@ -140,14 +144,39 @@ def test_a_dead_run_that_said_running_is_interrupted(tmp_path):
 
 @pytest.mark.parametrize(
     "text",
-    ["", "{", "[1]", '{"state": "finished"}', "\xff", "[" * 100_000, '{"state": "done", "step": 1, "steps": 2}'],
-    ids=range(7),
+    [
+        "",
+        "{",
+        "[1]",
+        '{"state": "finished"}',
+        "\xff",
+        "[" * 100_000,
+        '{"state": "done", "step": 1, "steps": 2}',
+        '{"state": "stopped", "step": null, "steps": 2}',
+    ],
+    ids=range(8),
 )
 def test_a_damaged_status_is_that_of_an_interrupted_run(tmp_path, text):
     """In one run below outputs/ it ended every sweep's plan and status in a traceback."""
     (tmp_path / "status.json").write_text(text, encoding="latin-1")
     state = read_state(tmp_path)
     assert (state.state, state.step) == ("interrupted", 0) and "status.json cannot be read" in state.reason
+
+
+def test_whether_ranks_live_is_not_known_where_their_lock_cannot_be_read(tmp_path, monkeypatch):
+    """As where a server has forgotten the file; a second trainer would start beside them."""
+
+    def refuse(file, *rest):
+        if Path(file).name == "lock.ranks":
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(file))
+        return real(file, *rest)
+
+    (tmp_path / "lock.ranks").touch()
+    real = os.open
+    monkeypatch.setattr(os, "open", refuse)
+    for ask in (lock, read_state):
+        with pytest.raises(ReadFailed, match=r"lock\.ranks"):
+            ask(tmp_path)
 
 
 def test_a_damaged_config_of_an_earlier_part_is_kept_aside(tmp_path):

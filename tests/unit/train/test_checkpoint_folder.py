@@ -286,11 +286,14 @@ def _begins_anew(rank, folder):
 
 
 @pytest.mark.parametrize("state", ["running", "failed"])
-def test_a_crash_before_the_first_checkpoint_loses_nothing(tmp_path, state):
+@pytest.mark.parametrize("left", [(), ("XXH128SUMS", ".metadata.tmp")], ids=["early", "before the index got its name"])
+def test_a_crash_before_the_first_checkpoint_loses_nothing(tmp_path, state, left):
     """Also of a run that began at step 700 of another run's checkpoint; a kill during a save leaves a part of it."""
     (tmp_path / "metrics.jsonl").write_text('{"step": 701, "time": 1e9}\n{"step": 1100, "time": 1.1e9}\n')
     write_state(tmp_path, state, 700, 2000)
     (tmp_path / "checkpoint" / "step-500").mkdir(parents=True)
+    for name in left:
+        (tmp_path / "checkpoint" / "step-500" / name).touch()
     assert run_ranks(1, _begins_anew, tmp_path) == [True]
     assert _names(tmp_path / "checkpoint") == ["step-500.damaged"]
 
