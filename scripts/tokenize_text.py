@@ -104,11 +104,12 @@ def _default_part() -> tuple[int, int]:
     """(K, N) of the SLURM array task that this process is, or of all the work.
 
     Raises:
-        UserError: nothing says how many tasks of the array come before this one, as with --array=3,7,12.
+        UserError: nothing says how many tasks of the array come before this one, as with --array=3,7,12, or with
+            --array=5, which may repeat one of many.
     """
     words = ("ID", 0), ("MIN", 0), ("MAX", 0), ("STEP", 1), ("COUNT", 1)
     number, first, last, step, count = (int(os.environ.get(f"SLURM_ARRAY_TASK_{name}", one)) for name, one in words)
-    if (last - first) // step != count - 1:
+    if (last - first) // step != count - 1 or (count == 1 and number):
         raise UserError(
             f"a SLURM array whose task {number} could be any; give --array=0-{count - 1}, or --part K/{count}"
         )

@@ -3,7 +3,7 @@
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from csv import Error as CSVError
@@ -63,15 +63,22 @@ def find_files(
     output: files in it are left out, if it is in a folder of `sources`. left_out: gets the number of other files that
     are, by reason.
     """
+    files = [file for source in sources for file in _find_files(source, subset, output, left_out)]
+    found = unique(files)
+    left_out["named twice"] += len(files) - len(found)
+    return found
+
+
+def unique(files: Iterable[str]) -> list[str]:
+    """The first name of each file: a link is the file that it leads to."""
     found: dict[str, str] = {}
-    for source in sources:
-        for file in _find_files(source, subset, output, left_out):
-            left_out["named twice"] += found.setdefault(os.path.realpath(file), file) != file
+    for file in files:
+        found.setdefault(os.path.realpath(file), file)
     return list(found.values())
 
 
 def _find_files(source: str, subset: str | None, output: Path | None, left_out: Counter[str]) -> list[str]:
-    files = None if subset else find_local_files(source, output, left_out)
+    files = find_local_files(source, subset, output, left_out)
     if files is None:
         if not HUB_DATASET.fullmatch(source) or has_text(source):
             raise UserError(f"--input {source}: no such file, folder or Hub dataset owner/name")
@@ -91,15 +98,18 @@ def has_text(file: str) -> bool:
     return ending_of(file) in ENDINGS
 
 
-def find_local_files(source: str, output: Path | None, left_out: Counter[str]) -> list[str] | None:
+def find_local_files(source: str, subset: str | None, output: Path | None, left_out: Counter[str]) -> list[str] | None:
     """The files of `source` on this machine, sorted; None if it is neither a file nor a folder.
 
-    Of a folder, also behind links, without those of `output`, and as `_walk` leaves out.
+    Of a folder, also behind links, without those of `output`, and as `_walk` leaves out; of a `subset`, which a clone
+    of a data set may have, what its card says.
 
     Raises:
         UserError: a link in the folder leads out of it.
     """
     path = Path(os.path.expanduser(source))
+    if subset:
+        return find_hub_files(source, subset) if HUB_DATASET.fullmatch(source) and look.is_folder(path) else None
     if not look.is_folder(path):
         return [str(path)] if look.is_file(path) else None
     without = output and Path(os.path.abspath(output))

@@ -8,9 +8,11 @@ compared at once.
 
 import hashlib
 import io
+import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache
 from itertools import accumulate
 from pathlib import Path
@@ -32,10 +34,16 @@ def write_shard(folder: Path, split: str, name: str, tokens: np.ndarray, documen
     path, buffer = folder / file, io.BytesIO()
     np.save(buffer, tokens.astype(tokens.dtype.newbyteorder("<"), copy=False), allow_pickle=False)
     content = buffer.getvalue()
-    for leftover in path.parent.glob(f".{path.name}.*"):  # of a process that was killed while writing
-        leftover.unlink(missing_ok=True)
     write_atomically(path, content)
     return TokenShard(file, len(tokens), documents, len(content), hashlib.sha256(content).hexdigest())
+
+
+def remove_leftovers(folder: Path, split: str) -> None:
+    """Of processes that were killed while they wrote a shard. One that still writes takes no hour for it."""
+    for file in (folder / split / name for name in look.names(folder / split) if name.startswith(".")):
+        with suppress(FileNotFoundError):  # it has its name now
+            if time.time() - file.stat().st_mtime > 3600:
+                file.unlink()
 
 
 def read_tokens(manifest: Manifest, shard: TokenShard, first: int = 0, count: int | None = None) -> np.ndarray:

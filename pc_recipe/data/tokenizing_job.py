@@ -39,9 +39,10 @@ from pc_recipe.data.sources import (
     measure_files,
     read_texts,
     size_of,
+    unique,
 )
 from pc_recipe.data.text_files import HUB, LONGEST
-from pc_recipe.data.token_files import require_file
+from pc_recipe.data.token_files import remove_leftovers, require_file
 from pc_recipe.data.tokenizers import Tokenizer, load_tokenizer, smallest_dtype
 from pc_recipe.files import look
 from pc_recipe.files.atomic import write_atomically
@@ -186,8 +187,8 @@ def _require_same_files(sources: list[str], settings: dict, units: list[Unit], o
 
     A job of someone else names no file that is not of `sources`.
     """
-    found = [find_local_files(source, output, Counter()) for source in sources]
-    paths = [path for path in dict.fromkeys(path for files in found for path in files or ()) if has_text(path)]
+    found = [find_local_files(source, settings["subset"], output, Counter()) for source in sources]
+    paths = [path for path in unique(path for files in found for path in files or ()) if has_text(path)]
     of_hub = tuple(f"{HUB}datasets/{source}@" for source in sources)
     for file in {file for unit in units for file in unit.groups}.difference(paths):
         if not file.startswith(of_hub) and (file.startswith(HUB) or look.is_there(file)):
@@ -263,6 +264,8 @@ def write_manifest_if_finished(job: TokenizingJob) -> Manifest | None:
     shards = {split: [shard for record in records for shard in record.shards[split]] for split in SPLITS}
     if not any(shards.values()):
         raise UserError(f"--input {' '.join(settings['sources'])}: there is no text in it")
+    for split in SPLITS:
+        remove_leftovers(job.output, split)
     source: Any = {"input": " ".join(settings["sources"])}
     source |= {key: settings[key] for key in ("subset", "text_key", "max_documents", "files")}
     source |= {"left_out": settings.get("left_out", {})}

@@ -4,6 +4,7 @@ import json
 import os
 import resource
 import signal
+import time
 import zipfile
 from collections import Counter
 from pathlib import Path
@@ -117,7 +118,9 @@ def test_repeat_makes_only_what_is_missing(parquet_folder, tmp_path, monkeypatch
     shortened = tmp_path / manifest.shards["train"][3].tokens_file
     shortened.write_bytes(shortened.read_bytes()[:-5])  # cut off
     (tmp_path / "units" / "00004.json").write_text("{")  # half written by something else
-    (tmp_path / "train" / ".00002.tokens.npy.left").write_bytes(b"half")  # of a killed process
+    left = tmp_path / "train" / ".00002.tokens.npy.left"
+    left.write_bytes(b"half")  # of a process that was killed two hours ago
+    os.utime(left, (time.time() - 7200,) * 2)
     (tmp_path / "manifest.json").unlink()
     done = []
     real = tokenizing.tokenize_unit
@@ -125,6 +128,36 @@ def test_repeat_makes_only_what_is_missing(parquet_folder, tmp_path, monkeypatch
     for _ in range(2):
         tokenize(str(parquet_folder), tmp_path)
         assert done == [2, 3, 4] and contents(tmp_path) == before
+
+
+def test_two_processes_may_do_the_same_work(parquet_folder, tmp_path, monkeypatch):
+    """As by `srun` without --part; the other writes each shard while this one's is about to get its name."""
+    real = os.replace
+
+    def other_first(one, to):
+        if str(to).endswith(".npy"):
+            monkeypatch.setattr(os, "replace", real)
+            tokenize(str(parquet_folder), tmp_path / "out")
+            monkeypatch.setattr(os, "replace", other_first)
+        real(one, to)
+
+    expected = tokenize(str(parquet_folder), tmp_path / "alone").shards
+    monkeypatch.setattr(os, "replace", other_first)
+    assert tokenize(str(parquet_folder), tmp_path / "out").shards == expected
+
+
+@pytest.mark.parametrize("subset", [None, "sample"])
+def test_a_repeat_finds_the_same_files(subset, tmp_path, monkeypatch, write_parquet):
+    """Behind links, or of a subset."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("sample", "other"):
+        write_parquet(tmp_path / "owner" / "name" / name / "train.parquet", [name])
+    Path("owner/name/README.md").write_text("---\nconfigs:\n- config_name: sample\n  data_files: sample/*\n---\n")
+    Path("owner/name/sample/train-00000-of-00001.parquet").symlink_to("train.parquet")
+    first = tokenize("owner/name", "out", subset=subset)
+    assert first.documents("train") + first.documents("validation") == (1 if subset else 2)
+    (Path("out") / first.shards["train"][0].tokens_file).unlink()  # lost
+    assert tokenize("owner/name", "out", subset=subset) == first
 
 
 def test_other_settings_are_not_taken_for_finished(parquet_folder, shards, tmp_path, tiny_encoding):

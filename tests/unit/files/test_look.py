@@ -77,7 +77,6 @@ def test_what_is_no_file_is_not_read(tmp_path, make):
 
 
 ELSEWHERE = {
-    "data/token_files.py": "leftovers of a killed process",
     "evaluate/hugging_face.py": "in a folder that it has just made",
     "files/inside.py": "of what a listing has just named",
     "files/wheel.py": "in a folder that it has just made",
