@@ -87,10 +87,10 @@ def describe_keys(config: Config, word: str) -> Iterator[str]:
 
 
 def as_toml(value: Any) -> str:
-    """A value of a command line; JSON's scalars and lists are TOML's."""
+    """A value of a command line; JSON's scalars and lists are TOML's. A date, which no key takes, becomes text."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{json.dumps(name)} = {as_toml(item)}" for name, item in value.items()) + "}"
-    return json.dumps(value, ensure_ascii=False)
+    return json.dumps(value, ensure_ascii=False, default=str)
 
 
 def _as_shown(value: Any) -> str:

@@ -172,7 +172,8 @@ def run_command(
             if stop.asked_at:
                 stop.ask()
             elif time.monotonic() - told_at >= SECONDS_BETWEEN_PROGRESS_LINES:
-                meanwhile()
+                with contextlib.suppress(OSError, UserError):  # the command's own end alone ends this
+                    meanwhile()
                 told_at = time.monotonic()
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -250,8 +251,9 @@ def find_kill(status: int, words: str) -> str:
         status: of `run_command`.
         words: the command's output, which ends with torchrun's report if there are several ranks.
     """
-    if status > 128:
-        return f"killed by {signal.Signals(status - 128).name}"
+    names = {number.value: number.name for number in signal.Signals}
+    if name := names.get(status - 128):
+        return f"killed by {name}"
     of_rank = (
         re.search(r"Signal \d+ \((SIG\w+)\)", words.rpartition("Root Cause")[2]) if "Root Cause" in words else None
     )

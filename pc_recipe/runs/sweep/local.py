@@ -93,6 +93,10 @@ def train_one(run: Run, lock_file: TextIO, processes: int, label: str) -> None:
     except SystemExit:  # after Ctrl-C or SIGTERM
         _print_state(run, label)
         raise
+    except UserError as error:  # in this run's settings, or on this machine
+        write_failure(run.folder, str(error))
+        _print_state(run, label)
+        return
     if status != 0:
         words = log.read_bytes()[begin:].decode(errors="replace")
         killed = launch.find_kill(status, words)

@@ -6,9 +6,10 @@ from collections import Counter
 
 import pandas as pd
 
+from pc_recipe.files import look
 from pc_recipe.files.atomic import write_atomically
 from pc_recipe.files.run_folder import read_state
-from pc_recipe.files.run_log import VALIDATION, read_log
+from pc_recipe.files.run_log import METRICS_FILE, VALIDATION, RunLog, read_log
 from pc_recipe.runs.run import Run
 from pc_recipe.runs.sweep.spec import Sweep
 from pc_recipe.train.loss_spikes import LossSpikes
@@ -36,7 +37,9 @@ def read_result(run: Run) -> dict | None:
     state = read_state(run.folder)
     if state.state not in ("finished", "diverged"):
         return None
-    log = read_log(run.folder)
+    has_logged = look.is_file(run.folder / METRICS_FILE)
+    log = read_log(run.folder) if has_logged else RunLog(run.name, run.folder, [])  # it diverged in its first step
+    validated = log.series(VALIDATION)
     losses, spikes = log.series("loss"), LossSpikes()
     for step, loss in losses.items():
         spikes.update(step, loss)
@@ -50,7 +53,8 @@ def read_result(run: Run) -> dict | None:
         "steps": state.steps,
         "tokens": max((line["tokens"] for line in log.lines), default=None),
         "loss": _last(losses),
-        VALIDATION: _last(log.series(VALIDATION)) if state.state == "finished" else None,
+        # another step's, if a crash of the machine has lost the log's end, is not the final one
+        VALIDATION: _last(validated[validated.index == state.step]) if state.state == "finished" else None,
         "spikes": spikes.count,
         "folder": str(run.folder),
     }

@@ -15,7 +15,7 @@ from pc_recipe.files.lock import join_lock, lock
 from pc_recipe.files.run_folder import keep_earlier_config, read_state
 from pc_recipe.files.run_log import read_log
 from pc_recipe.runs.sweep.points import read_results
-from pc_recipe.runs.sweep.results import describe_status
+from pc_recipe.runs.sweep.results import describe_status, read_result
 from pc_recipe.runs.sweep.select import select
 from pc_recipe.runs.sweep.spec import load
 
@@ -74,6 +74,15 @@ def test_only_runs_that_finished_with_a_loss_are_counted(sweep):
         ["lr-0.008", "waiting"],
         ["2", "finished,", "1", "failed,", "1", "waiting"],
     ]
+
+
+def test_a_final_loss_is_that_of_the_last_step(sweep):
+    """A crash of the machine may lose the end of the log, but not status.json."""
+    end_all(sweep, 4.5, 4.4, 4.6, 4.7)
+    log = sweep.runs[0].folder / "metrics.jsonl"
+    log.write_text(log.read_text().replace('"validation_loss": 4.5', '"other": 4.5'))
+    assert read_result(sweep.runs[0])["validation_loss"] is None
+    assert read_result(sweep.runs[1])["validation_loss"] == 4.4
 
 
 def test_a_run_that_diverged_is_a_result_without_a_loss(sweep, tmp_path):

@@ -1,16 +1,21 @@
 """What a sweep says of a run whose trainer ended without a word of its own."""
 
+import errno
 import os
 import signal
 import sys
 
 import pytest
 
+from pc.errors import UserError
+from pc_recipe.files.errors import ReadFailed
 from pc_recipe.files.lock import lock
 from pc_recipe.files.run_folder import read_state, write_state
 from pc_recipe.runs import launch
 from pc_recipe.runs.run import Run
 from pc_recipe.runs.sweep import local
+from pc_recipe.runs.sweep.results import collect
+from pc_recipe.runs.sweep.spec import load
 
 LOGS = "print('step 7', flush=True); open('metrics.jsonl', 'a').write('{\"step\": 7}\\n'); "
 REPORT = """
@@ -54,6 +59,47 @@ def test_a_trainers_own_reason_stays(tmp_path, monkeypatch):
     (tmp_path / "base.toml").write_text("")
     local.train_one(Run("one", str(tmp_path / "base.toml"), (), tmp_path), lock(tmp_path), 1, "one")
     assert (read_state(tmp_path).step, read_state(tmp_path).reason) == (4, "no data")
+
+
+def test_a_mistake_in_one_run_is_that_runs_failure(tmp_path, monkeypatch):
+    """The next one of the sweep starts."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "base.toml").write_text("")
+
+    def refuse(*_):
+        raise UserError("no C++ compiler")
+
+    monkeypatch.setattr(launch, "build_command", refuse)
+    local.train_one(Run("one", str(tmp_path / "base.toml"), (), tmp_path), lock(tmp_path), 1, "one")
+    assert (read_state(tmp_path).state, read_state(tmp_path).reason) == ("failed", "no C++ compiler")
+
+
+def test_what_goes_wrong_with_a_progress_line_ends_no_training(tmp_path, monkeypatch):
+    """Such as a disk that answers once with an error, or a terminal that is gone; the trainer would go on alone."""
+    monkeypatch.setattr(launch, "SECONDS_BETWEEN_PROGRESS_LINES", 0)
+    asked = []
+
+    def fail():
+        asked.append(1)
+        raise [OSError(errno.EIO, "made by the test"), ReadFailed("made by the test")][len(asked) % 2]
+
+    words = [sys.executable, "-c", "import time; time.sleep(3.5); exit(3)"]
+    assert launch.run_command(words, dict(os.environ), meanwhile=fail) == 3 and len(asked) > 1
+
+
+def test_a_run_that_diverged_before_its_first_line_is_a_result(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "base.toml").write_text("")
+    (tmp_path / "sweep.toml").write_text('configs = ["base.toml"]\nfolder = "out"\n')
+    sweep = load("sweep.toml")
+    write_state(sweep.runs[0].folder, "diverged", 1, 20)
+    [result] = collect(sweep)
+    assert (result["state"], result["loss"], result["validation_loss"]) == ("diverged", None, None)
+
+
+@pytest.mark.parametrize("status", [255, 128 + 35])
+def test_a_status_that_no_signal_has_is_no_kill(status):
+    assert launch.find_kill(status, "") == ""
 
 
 @pytest.mark.parametrize("status", [0, 1, 2, 128 + signal.SIGTERM])
