@@ -111,7 +111,11 @@ def _words(words: Sequence[str], schema: type[Schema]) -> Iterator[Schema]:
                 raise UserError("command line: --overlay needs a TOML file")
             yield from _files(Path(text), schema)
         else:
-            yield _set(name.replace("-", "_").split("."), text, schema)
+            name = name.replace("-", "_")
+            yield _set(name.split("."), text, schema)
+            for key in (key for key, *_ in keys_of(schema()) if name.startswith(f"{key}.")):  # the last would win
+                entry = name.removeprefix(f"{key}.")
+                raise UserError(f"command line: --{key} is given with all of its entries: --{key} '{{{entry} = ...}}'")
 
 
 def _pairs(words: Sequence[str]) -> Iterator[tuple[str, str | None]]:

@@ -73,6 +73,17 @@ def on_ranks(config: Config, dims: Degrees, on_cpu: bool = False) -> Iterator[st
         yield f"parallelism.tensor_parallel_degree = {dims.tp} should divide the {heads} (key-value) heads"
     if config.model.ffn_dim and config.model.ffn_dim % dims.tp:
         yield f"parallelism.tensor_parallel_degree = {dims.tp} should divide model.ffn_dim = {config.model.ffn_dim}"
+    if (rows := config.model.vocab_size) % dims.tp:  # torch would save wrong places of FSDP's parts, and refuse to
+        yield (
+            f"parallelism.tensor_parallel_degree = {dims.tp} should divide model.vocab_size = {rows}, such as "
+            f"{math.ceil(rows / dims.tp) * dims.tp}: a model may have rows to spare"
+        )
+    sharers = dims.dp_shard * dims.cp * dims.tp
+    if config.checkpoint.initial_load_in_hf and heads % sharers:  # TorchTitan cuts wq and wk into heads
+        yield (
+            f"checkpoint.initial_load_in_hf = true on {sharers} ranks that share each weight, which should divide the "
+            f"{heads} (key-value) heads; start on fewer, and continue on any number"
+        )
     if config.training.seq_len % (divisor := dims.tp * 2 * dims.cp):
         yield (
             f"training.seq_len = {config.training.seq_len} should be a multiple of {divisor} "

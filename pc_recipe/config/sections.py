@@ -83,6 +83,13 @@ def should(be: str) -> WrapValidator:
     return WrapValidator(one_mistake)
 
 
+def _each_once(factors: dict[str, float]) -> dict[str, float]:
+    blocks = [block for entry in factors for block in BLOCK_GROUPS.get(entry, (entry,))]
+    if twice := [block for block in blocks if blocks.count(block) > 1]:
+        raise ValueError(f"should name {twice[0]} once")
+    return factors
+
+
 def _not_zero(number: int) -> int:
     if number == 0:
         raise ValueError("should be -1, or at least 1")
@@ -100,9 +107,11 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Factor = Annotated[float, Field(ge=0, le=1e6)]
 Positive = Annotated[float, Field(ge=1e-9, le=1e9)]
-BlockFactors = dict[Annotated[str, one_of(BLOCK_SUFFIXES | BLOCK_GROUPS)], Positive]
+BlockFactors = Annotated[
+    dict[Annotated[str, one_of(BLOCK_SUFFIXES | BLOCK_GROUPS)], Positive], AfterValidator(_each_once)
+]
 
 
 def block_factor(factors: Mapping[str, float], layer: str) -> float:
-    """The factor of a layer, of its initial weights or learning rate: that of the first entry that matches, or 1."""
+    """The factor of a layer, of its initial weights or learning rate: that of the entry that matches, or 1."""
     return next((factor for entry, factor in factors.items() if matches(entry, layer)), 1.0)

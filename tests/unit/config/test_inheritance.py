@@ -80,7 +80,6 @@ def test_sections_merge_and_values_replace(write):
         (["--data.skip", "9000,9001"], {"data": {"skip": ["9000", "9001"]}}),
         (["--data.skip", "9000,9005-9007"], {"data": {"skip": ["9000", "9005-9007"]}}),
         (["--job.description", "1.5"], {"job": {"description": "1.5"}}),
-        (["--pc.level=2", "--pc.level.o=3"], {"pc": {"level": {"o": 3}}}),
     ],
 )
 def test_command_line_words_take_the_declared_type(write, words, expected):
@@ -135,6 +134,13 @@ def test_a_parent_is_a_file(write):
         (["--pc.blocks", '["o", 1]'], "pc.blocks.1 = 1 should be a valid string"),
         (["--overlay"], "--overlay needs a TOML file"),
         (["--optimizer.lr", "fast"], "should be a valid number"),
+        (["--pc.level.o", "3"], "--pc.level is given with all of its entries: --pc.level '{o = ...}'"),
+        (["--data.path.data/my-text", "1"], "--data.path is given with all of its entries"),
+        (
+            ["--optimizer.lr_factors={ffn = 1.8, up = 3.0}"],
+            "optimizer.lr_factors = {'ffn': 1.8, 'up': 3.0} should name up once",
+        ),
+        (["--model.init_factors={q = 1.8, qk = 3.0}"], "should name q once"),
     ],
 )
 def test_bad_overrides_are_named(write, words, said):
