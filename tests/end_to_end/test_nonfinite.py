@@ -11,8 +11,8 @@ from helpers.ranks import run_ranks
 from pc_recipe.train.nonfinite import Diverged
 
 
-def _train(rank, config, overrides, bad_steps, value):
-    """Train; in `bad_steps` a gradient of rank 1 gets `value`. Returns the state after each step and the error."""
+def _train(rank, config, overrides, bad_steps, value, stop_at=None):
+    """Train; in `bad_steps` a gradient of rank 1 gets `value`; in step `stop_at` it is asked to stop. Returns the state after each step and the error."""
     trainer = tiny.make_trainer(config, overrides)
     run_micro_batches, finish_gradients, seen = trainer._run_micro_batches, trainer._finish_gradients, [_state(trainer)]
 
@@ -21,6 +21,7 @@ def _train(rank, config, overrides, bad_steps, value):
 
     def finish():
         finish_gradients()
+        trainer._stop_requested |= trainer.step == stop_at and rank == 1
         if is_bad() and value != "loss":
             trainer.model_parts[0].layers["0"].attention.wo.weight_orig.grad._local_tensor[-1, -1] = value
 
@@ -81,3 +82,12 @@ def test_so_many_in_a_row_stop_the_run(tiny_config):
             and "\n" not in error
         )
     assert {p.name for p in (folder / "checkpoint").iterdir()} == {"step-3"}  # none of the last step
+
+
+def test_a_run_that_is_asked_to_stop_in_a_bad_step_stops_after_the_next_good_one(tiny_config):
+    """A bad step is never saved: the cause may be in W itself, and before the first update optimizers have no state."""
+    config, folder = tiny_config
+    run_ranks(2, _train, config, [], (1, 2), math.nan, 1)
+    assert {p.name for p in (folder / "checkpoint").iterdir()} == {"step-3"}
+    for states, error in run_ranks(2, _train, config, [], (), math.nan):  # continues
+        assert error == "" and len(states) == 4
