@@ -162,8 +162,8 @@ def preserve(models: nn.Module | Iterable[nn.Module]) -> None:
 def plain_state_dict(model: nn.Module) -> dict[str, Any]:
     """The model's state dict with PC(W) under the names of a plain model, and without what PC has added."""
     _ensure_pc(model)
-    added = {*added_names(model)}
-    return {key: value for key, value in model.state_dict().items() if key not in added}
+    added = {clean_name(name) for name in added_names(model)}  # a wrapper may leave its part of a name out of the state
+    return {key: value for key, value in model.state_dict().items() if clean_name(key) not in added}
 
 
 def merge(model: nn.Module) -> nn.Module:

@@ -102,7 +102,7 @@ class Preconditioner:
         self._is_pulled_back = False
         """whether gradients were pulled back since PC(W) was written"""
         self._is_stale = False
-        """whether PC(W) is known to be older than W or gamma: a step moves both, by hand only W is seen to change"""
+        """whether PC(W) is known to be older than W or gamma"""
         self._lock = threading.RLock()  # a thread may evaluate while a step is taken
         self._is_saving = False
         """whether an optimizer's state is being taken, which may be between micro-batches"""
@@ -226,6 +226,7 @@ class Preconditioner:
                 weight.start()
             self._write(advance=True, share=False)
 
+    @torch.inference_mode(False)  # as `pc.precondition`; an evaluation may write
     def _write(self, advance: bool, share: bool) -> None:
         """`share`: all ranks call this now, so that those with equal whole weights may divide the matrices among them."""
         self._require_in_place()
@@ -387,13 +388,10 @@ class Preconditioner:
             self._wait_for_write()
 
     def _moves(self, optimizer: Optimizer) -> bool:
-        """Whether a step may have moved W.
-
-        torch.distributed.checkpoint takes steps that only create optimizer state: their rate is 0, and nothing was pulled
-        back before them.
-        """
-        is_real = self._is_pulled_back or any(group.get("lr") != 0 for group in optimizer.param_groups)
-        return is_real and any(weight.orig.grad is not None for weight in self.weights.values())
+        """Whether a step may have moved W or gamma: without a rate only if something was pulled back before it."""
+        is_real = self._is_pulled_back or _is_real(optimizer)
+        trained = (parameter for w in self.weights.values() for parameter in (w.orig, w.gamma) if parameter is not None)
+        return is_real and any(parameter.grad is not None for parameter in trained)
 
     def _wait_for_write(self) -> None:
         """W is newer than PC(W): write it before the next forward pass."""
@@ -408,10 +406,11 @@ class Preconditioner:
         self._versions = [_versions(weight) for weight in self.weights.values()]
 
     def _take_note_of_changes(self) -> None:
-        """Find by version counters which of `weight`, W and u have changed since they were noted, and draw the conclusion:
+        """Find by version counters which of `weight`, W with gamma, and u have changed since they were noted, and draw the
+        conclusion:
 
             all three                  a state was loaded, so `weight` is PC(W)
-            W, but not `weight`        somebody changed W, so PC(W) is stale
+            W or gamma, not `weight`   somebody changed it, so PC(W) is stale
             `weight`, but not all      an error, unless PC(W) is stale and will be written anyway
 
         Fused optimizers do not move the counters. Hooks see the steps of those that are followed.
@@ -441,18 +440,26 @@ class Preconditioner:
         self._note_versions()
 
 
+def _is_real(optimizer: Optimizer) -> bool:
+    """torch.distributed.checkpoint takes steps that only create optimizer state, with a rate of 0."""
+    return any(group.get("lr") != 0 for group in optimizer.param_groups)
+
+
 @torch.compiler.disable
 def _require_w(reference: "weakref.ref[Preconditioner]", optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
-    """Before a step of any optimizer. If the preconditioner follows none, one that was made before it still holds PC(W).
+    """Before a step of any optimizer, if the preconditioner follows none.
 
     Raises:
-        UserError: it would train all but W, in silence.
+        UserError: it would train PC(W) in place of W, or, because it was made before W, all but W.
     """
     preconditioner = reference()
     if preconditioner is None or preconditioner._hooks:
         return
     held = followed.ids_of_parameters(optimizer)
+    is_real = _is_real(optimizer)
     for weight in preconditioner.weights.values():
+        if is_real and weight.effective.grad is not None and id(weight.effective) in held:
+            raise UserError(NOT_PULLED_BACK)
         if weight.orig.grad is not None and id(weight.effective) in held and id(weight.orig) not in held:
             raise UserError(
                 f"this {type(optimizer).__name__} was made before pc.precondition and does not have W; call "
@@ -460,9 +467,10 @@ def _require_w(reference: "weakref.ref[Preconditioner]", optimizer: Optimizer, a
             )
 
 
-def _versions(weight: Weight) -> list[tuple[int, int]]:
+def _versions(weight: Weight) -> list[list[tuple[int, int]]]:
+    kinds = (weight.effective,), (weight.orig, *([] if weight.gamma is None else [weight.gamma])), (weight.u,)
     # of a DTensor both count: operations of autograd, and those on its shard
-    return [(tensor._version, local(tensor)._version) for tensor in (weight.effective, weight.orig, weight.u)]
+    return [[(tensor._version, local(tensor)._version) for tensor in tensors] for tensors in kinds]
 
 
 def _add_gradient(parameter: Any, gradient: Tensor) -> None:

@@ -157,6 +157,7 @@ def named_weights(model: nn.Module) -> Iterator[tuple[str, Weight]]:
 
 
 def added_names(model: nn.Module) -> list[str]:
-    """The names in the model's state of what lies beside its weights."""
-    modules = [(f"{name}." if name else "", module) for name, module in model.named_modules()]
+    """The names of what lies beside the model's weights, also of a module that has several names."""
+    named = model.named_modules(remove_duplicate=False)
+    modules = [(f"{name}." if name else "", module) for name, module in named]
     return [prefix + key for prefix, module in modules for weight in weights_of(module) for key in weight.added]

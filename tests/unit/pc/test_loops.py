@@ -180,6 +180,50 @@ def test_without_gammas():
     assert not any("gamma" in name for name in loop.model.state_dict())
 
 
+def test_gammas_alone():
+    loop = Loop(adamw)
+    for weight in loop.preconditioner.weights.values():
+        weight.orig.requires_grad_(False)
+    before = loop.trained()
+    loop.step()
+    assert not same(loop.trained(), before)
+    require_pc(loop.preconditioner)
+
+
+def test_gradients_that_are_cleared_after_each_optimizer():
+    """W's are gone when the second one, which has the gammas, steps."""
+
+    def matrices_and_others(parameters):
+        parameters = [*parameters]
+        return [
+            torch.optim.Muon([p for p in parameters if p.ndim == 2], lr=0.1),
+            torch.optim.SGD([p for p in parameters if p.ndim < 2], lr=0.1),
+        ]
+
+    loop = Loop(matrices_and_others, wrap=lambda model: nn.Sequential(model, nn.LayerNorm(7).double()))
+    loop.backward()
+    loop.pull_back()
+    for optimizer in loop.optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    require_pc(loop.preconditioner)
+
+
+def test_an_evaluation_in_inference_mode_between_two_optimizers():
+    loop = Loop(one_for_each_block)
+    for first, second in (loop.optimizers, loop.optimizers):
+        loop.backward()
+        loop.pull_back()
+        loop.preconditioner.take_estimates()
+        first.step()
+        with torch.inference_mode():
+            loop.model(toy_batch(7))  # writes PC(W)
+        second.step()
+        loop.zero_grad()
+    loop.model(toy_batch(7))
+    require_pc(loop.preconditioner)
+
+
 def test_an_optimizer_that_has_stepped_takes_its_state_along():
     """Trained for a while without PC; its momentum is W's then."""
     model = toy_model()

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch._dynamo.testing
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pc
@@ -126,6 +127,16 @@ def test_plain_states_and_states_with_pc_do_not_meet():
     assert list(plain.state_dict()) == list(pc.plain_state_dict(loop.model))
     with pytest.raises(RuntimeError, match="Missing key.*weight_orig"):
         loop.model.load_state_dict(plain.state_dict())
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda model: checkpoint_wrapper(model[0]), lambda model: nn.Sequential(model, model)]
+)
+def test_plain_states_have_nothing_of_pc_in_them(wrap):
+    """Where a wrapper's names are not those of its state; and where one module has two names."""
+    loop = Loop(wrap=wrap)
+    loop.step()
+    assert list(pc.plain_state_dict(loop.model)) == list(wrap(toy_model()).state_dict())
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["model first", "optimizer first"])

@@ -47,7 +47,7 @@ CALLS = {
     "a backward pass after pull_back": (True, "backward pull_back backward step", NOT_PULLED_BACK),
     "pull_back before backward": (True, "pull_back", NO_GRADIENT),
     "pull_back twice": (True, "backward pull_back pull_back", NO_GRADIENT),
-    "no pull_back by hand": (False, "backward step pull_back", CHANGED),
+    "no pull_back by hand": (False, "backward step", NOT_PULLED_BACK),
     "no write_pc by hand": (False, "backward pull_back step backward pull_back", STALE),
 }
 
@@ -94,11 +94,12 @@ def test_a_change_of_pc_is_said_beside_a_change_of_w(w_of, pc_of):
     require_refused(CHANGED, loop.preconditioner.write_pc)
 
 
-def test_a_change_of_w_alone():
+@pytest.mark.parametrize("changed", ["weight_orig", "weight_gamma"])
+def test_a_change_of_w_or_gamma_alone(changed):
     """Is refused until PC(W) is written, so that gradients are of the weights that forward passes used."""
     loop = Loop(sgd)
     with torch.no_grad():
-        loop.model[0].attention["wo"].weight_orig.mul_(2.0)
+        getattr(loop.model[0].attention["wo"], changed).mul_(2.0)
     loop.backward()
     require_refused(STALE, loop.pull_back)
     loop.zero_grad()
@@ -227,7 +228,7 @@ def test_what_would_go_wrong_in_silence_is_said(mistake, said):
 @pytest.mark.parametrize("follow", [True, False])
 def test_no_subset_of_calls_trains_a_plain_model(follow):
     """Three rounds of a loop without any subset of its calls raise an error, give the result of the complete loop, or
-    leave W unchanged."""
+    leave W unchanged; and the model computes with PC(W)."""
     whole = ("backward", "pull_back", "step", "zero_grad") + (() if follow else ("write_pc",))
 
     def train(calls):
@@ -235,6 +236,7 @@ def test_no_subset_of_calls_trains_a_plain_model(follow):
         for _ in range(3):
             for call in calls:
                 loop.zero_grad() if call == "zero_grad" else loop.call(call)
+        require_pc(loop.preconditioner)
         return loop.trained()
 
     expected, start = train(whole), Loop().trained()
