@@ -47,6 +47,7 @@ class _Environment(TypedDict, total=False):
     __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
     data: dict[str, str] | None
     gpus: list[str]
+    world_size: int
     earlier: list["_Environment"]
 
 

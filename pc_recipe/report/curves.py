@@ -10,7 +10,7 @@ import pandas as pd
 
 from pc.errors import UserError
 from pc_recipe.files.plots import label_tokens, short_tokens
-from pc_recipe.files.run_folder import read_environment
+from pc_recipe.files.run_folder import read_environment, read_state
 from pc_recipe.files.run_log import VALIDATION, RunLog
 from pc_recipe.report import settings
 
@@ -49,11 +49,11 @@ def compare(runs: Sequence[RunLog]) -> pd.DataFrame:
     """Compare every run with the first.
 
     `difference` is the final loss minus the reference's, so negative is better; `reached_at_tokens` is where the run
-    reaches the reference's final loss, NaN if it never does; `speedup` as by `speedup`. Both are NaN for another model.
+    reaches the reference's final loss, NaN if it never does; `speedup` as by `speedup`. `apart` says why these are not known;
+    "" if they are.
     """
     curves = [run.series(VALIDATION, "tokens", _REMEDY) for run in runs]
     final = curves[0].iloc[-1]
-    reference = settings.read(runs[0])
     rows = []
     for run, curve in zip(runs, curves, strict=True):
         row = {"name": run.name, "steps": run.series(VALIDATION).index[-1], "tokens": curve.index[-1]}
@@ -61,17 +61,29 @@ def compare(runs: Sequence[RunLog]) -> pd.DataFrame:
         # the reference may have had its final loss before, but the others are measured at its end
         row["reached_at_tokens"] = float(row["tokens"]) if run is runs[0] else tokens_to_reach(curve, final)
         row["speedup"] = 1.0 if run is runs[0] else speedup(curves[0], curve)
-        row["other_model"] = not settings.are_of_one_model(reference, settings.read(run))
-        if row["other_model"]:
-            row |= {"reached_at_tokens": math.nan, "speedup": math.nan}
+        row["apart"] = "" if run is runs[0] else _why_apart(runs[0], run)
+        if row["apart"]:
+            row |= dict.fromkeys(("difference", "reached_at_tokens", "speedup"), math.nan)
         rows.append(row)
     return pd.DataFrame(rows)
 
 
+def _why_apart(reference: RunLog, run: RunLog) -> str:
+    """Why the final losses of two runs are not compared; "" if they are."""
+    for one in (run, reference):
+        state = read_state(one.file.parent).state
+        if state not in ("finished", "waiting"):  # the latter has no status.json
+            return f"{one.name} has not finished ({state})"
+    configs = settings.read(reference), settings.read(run)
+    if not settings.are_of_one_model(*configs):
+        return "another model"
+    return "" if settings.are_validated_alike(*configs) else "validated on other sequences"
+
+
 def reached(row: Any) -> str:
     """After how many tokens a row's run reaches the first one's final loss, in words."""
-    if row.other_model:
-        return "another model"
+    if row.apart:
+        return row.apart
     return "never" if math.isnan(row.reached_at_tokens) else short_tokens(row.reached_at_tokens)
 
 

@@ -131,8 +131,8 @@ def _show(log: RunLog) -> _Shown:
 def _verdict(rows: pd.DataFrame, i: int) -> str:
     """How a run ends against the first: the sentence is made from the numbers."""
     row, reference = rows.iloc[i], rows.iloc[0]
-    if row.other_model:
-        return f"{row['name']} is another model than {reference['name']}: their losses are not compared"
+    if row.apart:
+        return f"{row['name']} is not compared with {reference['name']}: {row.apart}"
     if not math.isfinite(row.difference):
         return f"{row['name']} cannot be compared with {reference['name']}: a final loss is not finite"
     side = "below" if row.difference < 0 else "above"
@@ -140,6 +140,8 @@ def _verdict(rows: pd.DataFrame, i: int) -> str:
     if row.speedup > 1:
         reached = f"{short_tokens(row.reached_at_tokens)} of {short_tokens(reference.tokens)} tokens"
         return f"{sentence}, whose final loss it reaches after {reached} ({1 - row.reached_at_tokens / reference.tokens:.0%} saved)"
+    if math.isnan(row.speedup):
+        return f"{sentence}, after {short_tokens(row.tokens)} of {short_tokens(reference.tokens)} tokens"
     return f"{sentence}: it saves no tokens here"
 
 
@@ -182,7 +184,7 @@ def _losses(logs: Sequence[RunLog], rows: pd.DataFrame) -> list[str]:
     header = ["run", "steps", "tokens", "final validation loss", "difference", "reaches the first one's loss after"]
     table = []
     for row in rows.itertuples():
-        losses = [f"{row.final_loss:.4f}", f"{row.difference:+.4f}"]
+        losses = [f"{row.final_loss:.4f}", "-" if math.isnan(row.difference) else f"{row.difference:+.4f}"]
         faster = "-" if math.isnan(row.speedup) else f"{row.speedup:.2f}x"
         table.append([row.name, f"{row.steps:,}", short_tokens(row.tokens), *losses, curves.reached(row), faster])
     note = (

@@ -1,10 +1,12 @@
 """In which settings runs differ, and whether they train the same model: what a comparison of losses has to say first."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from pc.errors import UserError
 from pc_recipe.config import Config, load_config, run_key
 from pc_recipe.config.model_sizes import sizes_of
+from pc_recipe.files.run_folder import read_environment
 from pc_recipe.files.run_log import RunLog
 
 
@@ -23,16 +25,37 @@ def are_of_one_model(first: Config | None, other: Config | None) -> bool:
     return sizes_of(first.model) == sizes_of(other.model)
 
 
+def are_validated_alike(first: Config | None, other: Config | None) -> bool:
+    """Whether validation losses of both are over sequences of one length, as many, of folders with the same weights."""
+    if first is None or other is None:
+        return True
+    one, another = (
+        (config.training.seq_len, config.data.validation_sequences, [*config.data.validation_folders.values()])
+        for config in (first, other)
+    )
+    return one == another
+
+
 def differences(runs: Sequence[RunLog]) -> list[str]:
     """Such as "optimizer.lr: 0.001 in baseline, 0.002 in pc" for each setting that decides a result."""
     known = {run.name: config for run in runs if (config := read(run)) is not None}
-    keys = {name: run_key.result_key(config, data={}) for name, config in known.items()}
-    first, *others = keys.values() or [{}]
-    differing = dict.fromkeys(key for other in others for key in run_key.differing_keys(first, other))
-    if "pc.enable" in differing:  # the baseline has none of the others
-        differing = {key: None for key in differing if key == "pc.enable" or not key.startswith("pc.")}
+    ranks = {run.name: read_environment(run.file.parent).get("world_size") for run in runs}
+    keys = {name: run_key.result_key(config, ranks[name], data={}) for name, config in known.items()}
+    with_pc = {name: key for name, key in keys.items() if key.get("pc.enable")}
+    differing = {key: keys for key in _differing(keys) if key == "pc.enable" or not key.startswith("pc.")}
+    # a baseline has none of the others
+    differing |= {key: with_pc for key in _differing(with_pc) if key.startswith("pc.")}
     values = {name: run_key.all_values(config) for name, config in known.items()}
+    for name, shown in values.items():  # -1 is as many as there are ranks
+        shown[run_key.BATCH] = keys[name].get(run_key.BATCH, shown[run_key.BATCH])
     unknown = [run.name for run in runs if run.name not in known]
-    return [f"{key}: {', '.join(f'{values[name].get(key)} in {name}' for name in known)}" for key in differing] + (
-        [f"unknown settings: no configuration of {', '.join(unknown)} can be read"] if unknown else []
-    )
+    return [
+        f"{key}: {', '.join(f'{values[name].get(key)} in {name}' for name in names)}"
+        for key, names in differing.items()
+    ] + ([f"unknown settings: no configuration of {', '.join(unknown)} can be read"] if unknown else [])
+
+
+def _differing(keys: dict[str, dict[str, Any]]) -> list[str]:
+    """The keys in which any differs from the first."""
+    first, *others = keys.values() or [{}]
+    return [*dict.fromkeys(key for other in others for key in run_key.differing_keys(first, other))]

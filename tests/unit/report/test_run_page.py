@@ -1,5 +1,6 @@
 """The page of runs: its sentences are made from the numbers."""
 
+import json
 import re
 
 import pytest
@@ -10,7 +11,10 @@ from helpers.made_runs import make_run, validations, write_metrics, write_run
 from helpers.tiny import make_shards
 from pc import PCConfig
 from pc.errors import UserError
+from pc_recipe.files.run_folder import write_state
+from pc_recipe.files.run_log import read_logs
 from pc_recipe.report import run_page
+from pc_recipe.report.settings import differences
 
 BASE = {"model": {"flavor": "tiny", "vocab_size": 64}, "training": {"seq_len": 64}}
 
@@ -53,10 +57,55 @@ def test_where_pc_does_not_lead_the_page_says_so(tmp_path, losses, sentence):
     assert sentence in run_page.write(runs(tmp_path, losses), tmp_path / "report.html")
 
 
+@pytest.mark.parametrize("name", ["baseline", "pc"])
+@pytest.mark.parametrize("state", ["diverged", "stopped", "failed", "running"])
+def test_a_run_that_has_not_finished_has_no_final_loss(tmp_path, name, state):
+    """It may have led at equal tokens, or stopped before its learning rate fell."""
+    paths = runs(tmp_path)
+    write_state(tmp_path / name, state, 2, 3)
+    text = run_page.write(paths, tmp_path / "report.html")
+    state = "interrupted" if state == "running" else state
+    said = f"pc is not compared with baseline: {name} has not finished ({state})"
+    assert text.splitlines()[2] == said and "saved" not in text
+    page = (tmp_path / "report.html").read_text()
+    assert f"<h1>{said}</h1>" in page and "1.50x" not in page
+
+
+@pytest.mark.parametrize("differing", [{"training": {"seq_len": 32}}, {"data": {"validation_sequences": 8}}])
+def test_losses_over_other_sequences_are_not_compared(tmp_path, differing):
+    text = run_page.write(runs(tmp_path, **differing), tmp_path / "report.html")
+    assert "pc is not compared with baseline: validated on other sequences" in text
+
+
+def test_settings_of_runs_with_pc_are_compared_among_themselves(tmp_path):
+    """A baseline has none of them, whatever its place."""
+    for name, settings in {"a": {"level": 2}, "b": {"enable": False}, "c": {"level": 4}}.items():
+        write_run(tmp_path / name, validations([2.0, 1.0]))
+        settings = BASE | {"pc": {"enable": True} | settings}
+        (tmp_path / name / "config.toml").write_text(tomli_w.dumps(settings))
+    level = "pc.level: 2 in a, 4 in c"
+    assert differences(read_logs([tmp_path / name for name in "abc"])) == [
+        "pc.enable: True in a, False in b, True in c", level
+    ]  # fmt: skip
+    assert differences(read_logs([tmp_path / name for name in "bac"])) == [
+        "pc.enable: False in b, True in a, True in c", level
+    ]  # fmt: skip
+
+
+def test_the_batch_of_one_micro_batch_a_rank_is_that_of_the_ranks(tmp_path):
+    for name, ranks, batch in (("a", 8, 64), ("b", 1, 1)):
+        write_run(tmp_path / name, validations([2.0, 1.0]))
+        settings = BASE | {"training": {"seq_len": 64, "local_batch_size": batch}}
+        (tmp_path / name / "config.toml").write_text(tomli_w.dumps(settings))
+        (tmp_path / name / "environment.json").write_text(json.dumps({"world_size": ranks}))
+    logs = read_logs([tmp_path / "a", tmp_path / "b"])
+    assert differences(logs) == ["training.global_batch_size: 512 in a, 1 in b"]
+
+
 def test_another_model_has_no_speedup(tmp_path):
     paths = runs(tmp_path, model={"dim": 64})
     text = run_page.write(paths, tmp_path / "report.html")
-    assert "pc is another model than baseline" in text and "saved" not in text
+    assert "pc is not compared with baseline: another model" in text and "saved" not in text
     page = (tmp_path / "report.html").read_text()
     assert "<td>another model</td>" in page and "1.50x" not in page
     assert "model.dim: None in baseline, 64 in pc" in page and "They differ in model.dim. One seed each" in text
