@@ -22,7 +22,7 @@ def continue_text(
     """
     sampling: dict[str, Any] = {"do_sample": False}
     if temperature:
-        sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p}
+        sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
     given = tokenizer(prompt, return_tensors="pt").to(model.device)
     end = -1 if ends_texts(tokenizer) else None
     inputs = {key: ids[:, :end] for key, ids in given.items() if key != "token_type_ids"}

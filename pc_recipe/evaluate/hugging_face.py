@@ -54,9 +54,9 @@ def load_checkpoint(run: RunCheckpoint, tokenizer: str | None = None) -> tuple[L
     _require_vocabulary(loaded.vocab_size, run.model_args.vocab_size, run.path)
     model = to_llama(run.weights, run.model_args)
     loaded.name = without_folders(loaded.name)
-    ids = {"bos_token_id": loaded.bos_id, "eos_token_id": loaded.eos_id, "pad_token_id": loaded.eos_id}
-    model.config.update(ids | {"tokenizer": loaded.names})
-    model.generation_config = GenerationConfig(**ids, do_sample=True)
+    ids = {"bos_token_id": loaded.bos_id, "eos_token_id": loaded.eos_id}
+    model.config.update(ids | {"tokenizer": loaded.names})  # the embedding of a pad_token_id would have no gradient
+    model.generation_config = GenerationConfig(**ids, pad_token_id=loaded.eos_id, do_sample=True)
     return model, loaded
 
 

@@ -19,7 +19,7 @@ from pc_recipe.files import look, markdown
 from pc_recipe.files.plots import short_tokens
 from pc_recipe.files.run_folder import read_environment, read_first_config
 from pc_recipe.files.run_log import METRICS_FILE, VALIDATION, read_log
-from pc_recipe.train.run_tokenizer import data_of
+from pc_recipe.train.run_tokenizer import data_folders, data_of
 
 _USE = """
 ```python
@@ -59,16 +59,14 @@ def model_card(
 
     What run and data folder say may be of others: it has no meaning in Markdown.
     """
-    source = "unknown, since the run's data are gone"
-    with suppress(UserError):
-        source = data_of(run.path.parent.parent).source["input"]
+    sources = _sources(run.path.parent.parent)
     header: dict[str, Any] = {
         "library_name": "transformers",
         "pipeline_tag": "text-generation",
         "tags": ["llama", "pc-layer"],
     }
-    if HUB_DATASET.fullmatch(source) and not look.is_there(source):
-        header["datasets"] = [source]
+    if of_hub := [source for source in sources if HUB_DATASET.fullmatch(source) and not look.is_there(source)]:
+        header["datasets"] = of_hub
     # what later parts of the run were given does not count
     initial_path = read_first_config(run.path.parent.parent).get("checkpoint", {}).get("initial_load_path")
     environment = _describe_environment(run)
@@ -78,7 +76,7 @@ def model_card(
         ("base", f"trained on from {_shown(initial_path)}" if initial_path else "none: pre-trained from scratch"),
         ("size", f"{parameters}, {shape.num_hidden_layers} layers, width {shape.hidden_size}"),
         ("method", _shown(_describe_method(run))),
-        ("data", _shown(source)),
+        ("data", ", ".join(map(_shown, sources))),
         ("tokenizer", f"{_shown(tokenizer.name)}, sha256 {tokenizer.sha256}"),
         *_read_logged(run),
         ("trained with", f"`./run_llama_train.sh config.toml` with the configuration below{environment}"),
@@ -90,6 +88,17 @@ def model_card(
         f"# {_shown(folder.name)}, step {run.step}\n\n{markdown.table(('', ''), rows)}{_USE}{table}"
         f"\n## Training configuration\n\n```toml\n{tomli_w.dumps(without_folders(run.config))}```\n"
     )
+
+
+def _sources(folder: Path) -> list[str]:
+    """What each folder of a run's data was made of."""
+    sources = []
+    with suppress(UserError):
+        for number, data in enumerate(data_folders(folder)):
+            sources.append(f"unknown, since {data.name} is gone")
+            with suppress(UserError):
+                sources[-1] = data_of(folder, number).source["input"]
+    return sources or ["unknown, since the run's data are gone"]
 
 
 def _shown(text: object) -> str:

@@ -63,22 +63,27 @@ def of_run(checkpoint: CheckpointFolder, given: str | None = None) -> Tokenizer:
     return used
 
 
-def data_of(run: Path) -> Manifest:
-    """The data of a run, of several folders the first.
+def data_folders(run: Path) -> list[Path]:
+    """Those that a run was trained on; raises a `UserError` if its config does not say it."""
+    try:
+        section = tomllib.loads((look.read(run / "config.toml") or b"").decode()).get("data", {})
+        return [Path(folder) for folder in Data(path=section.get("path", Data().path)).folders]
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise UserError(f"{run}/config.toml: does not say which data it trained on ({error})".splitlines()[0]) from None
+
+
+def data_of(run: Path, number: int = 0) -> Manifest:
+    """The data of a run, of several folders the first, which has its tokenizer, or another.
 
     Raises:
         UserError: they are gone, or there are others in their place.
     """
     restore = "restore it, or export the checkpoint with scripts/export_hf.py --tokenizer TOKENIZER and use the export"
-    try:
-        section = tomllib.loads((look.read(run / "config.toml") or b"").decode()).get("data", {})
-        folder = Path(next(iter(Data(path=section.get("path", Data().path)).folders)))
-    except (ValueError, AttributeError, RecursionError) as error:
-        raise UserError(f"{run}/config.toml: does not say which data it trained on ({error})".splitlines()[0]) from None
+    folder = data_folders(run)[number]
     if not look.is_there(folder):
         raise UserError(f"{folder}: the run's data folder, which has its tokenizer, is missing; {restore}")
     manifest, known = Manifest.read(folder), (read_environment(run).get("data") or {}).get("content of data.path")
-    if known and known.split(", ")[0] != manifest.identity:
+    if known and known.split(", ")[number] != manifest.identity:
         raise UserError(f"{folder}: has other data than those that {run} was trained on; {restore}")
     return manifest
 

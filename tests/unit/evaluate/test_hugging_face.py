@@ -18,6 +18,7 @@ from helpers.made_runs import make_run
 from helpers.tiny import ROOT
 from pc import PCConfig, UserError
 from pc_recipe.evaluate import hugging_face
+from pc_recipe.evaluate.generate import continue_text
 from pc_recipe.train import hf_folder
 from pc_recipe.train.llama2 import model_args
 
@@ -91,7 +92,9 @@ def test_data_that_moved_away(tmp_path):
         hugging_face.load(run.checkpoint)
     out = hugging_face.export(run.checkpoint, tmp_path / "out", dtype="bfloat16", tokenizer="mistral-common")
     llama, tokenizer = hugging_face.load(out)
-    assert tokenizer.pad_token == tokenizer.eos_token and llama.config.pad_token_id == tokenizer.eos_token_id
+    assert tokenizer.pad_token == tokenizer.eos_token
+    assert llama.generation_config.pad_token_id == tokenizer.eos_token_id
+    assert llama.model.embed_tokens.padding_idx is None  # else the end of a text would have no gradient
     assert tokenizer.model_max_length == llama.config.max_position_embeddings == 256  # training.seq_len
     assert len(tokenizer) == 32_000 and {parameter.dtype for parameter in llama.parameters()} == {torch.bfloat16}
     assert torch.equal(llama.lm_head.weight, run.model.output.weight.bfloat16())
@@ -124,6 +127,7 @@ def test_an_export_is_written_whole_or_not_at_all(tmp_path, pc_run, monkeypatch)
 EXPORT = """
 import sys
 from pc_recipe.evaluate import hugging_face
+from pc_recipe.evaluate.generate import continue_text
 def stop(*_):
     print("writing", flush=True)
     sys.stdin.read()
@@ -270,3 +274,11 @@ def test_what_a_folder_says_of_sampling_is_not_followed(tmp_path, pc_export):
     }
     assert model.generation_config.eos_token_id == settings["eos_token_id"]
     assert model.config._attn_implementation in ("eager", "sdpa")
+
+
+def test_text_is_drawn_from_all_tokens(plain_run):
+    """transformers' own default is the 50 likeliest; here all 32,000 are nearly equally likely."""
+    model, tokenizer = hugging_face.load(plain_run.checkpoint)
+    model.lm_head.weight.data.mul_(1e-4)
+    drawn = {continue_text(model, tokenizer, "a", 1, temperature=1.0, top_p=1.0, seed=seed) for seed in range(80)}
+    assert len(drawn) > 70

@@ -67,6 +67,20 @@ def test_the_base_is_what_the_run_began_with(run, tmp_path):
         assert f"| base | {'trained on ' * bool(first)}{said} |" in (out / "README.md").read_text()
 
 
+def test_the_card_names_all_data_of_a_mixture(run, tmp_path, data_folder):
+    other = shutil.copytree(data_folder, tmp_path / "other")
+    manifest = json.loads((other / "manifest.json").read_text())
+    manifest["source"]["input"] = "owner/books"
+    (other / "manifest.json").write_text(json.dumps(manifest))
+    config = tmp_path / "run" / "config.toml"
+    content = tomllib.loads(config.read_text())
+    content["data"]["path"] = {str(folder): 1.0 for folder in (data_folder, other, tmp_path / "gone")}
+    config.write_text(tomli_w.dumps(content))
+    card = (hugging_face.export(run, tmp_path / "out") / "README.md").read_text()
+    assert ", owner/books, unknown, since gone is gone |" in card
+    assert yaml.safe_load(card.split("---\n")[1])["datasets"] == ["owner/books"]
+
+
 @pytest.mark.parametrize(
     ("text", "shown"),
     [
