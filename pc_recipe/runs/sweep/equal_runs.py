@@ -55,8 +55,8 @@ def require_unchanged(sweep: Sweep, world_size: int | None = None) -> None:
     for run in sweep.runs:
         before, now = read_result_key(run.folder), result_key(run.resolved, world_size)
         problem = ""
-        if before is None and len(run_folder.list_configs(run.folder)) > 1:
-            problem = "several configurations (config.*.toml); move it away to train it again"
+        if before is None and look.is_there(run.folder / "config.toml"):
+            problem = "several configurations, or unreadable ones (config*.toml); move it away to train it again"
         elif before is not None and (changed := differing_keys(before, now)):
             values = [f"{key} = {before.get(key, 'default')} (now {now.get(key, 'default')})" for key in changed[:3]]
             problem = f'{", ".join(values)}; restore that, or give the sweep another folder = "..."'
@@ -73,13 +73,18 @@ class EqualRuns(NamedTuple):
     folder: Path
     """That run's folder."""
     of_other_code: list[Path]
-    """Folders of equal runs that other code or another torch finished. They are not reused."""
+    """Folders of equal runs that other code or another torch finished. No other run is a link to them."""
 
     @property
     def to_train(self) -> list[Run]:
-        """Unfinished runs that had been started, which no link can replace; if none was started, the first."""
+        """Unfinished runs that had been started, which no link can replace, each once; if there is none, and no run can be
+        reused, the first that was not started."""
         started = [run for run in self.runs if look.is_there(run.folder)]
-        return [run for run in started or self.runs[:1] if run_folder.read_state(run.folder).state != "finished"]
+        unfinished = [run for run in started if run_folder.read_state(run.folder).state != "finished"]
+        by_folder = {run.folder.resolve(): run for run in reversed(unfinished)}  # a link may lead to another of them
+        if by_folder or self.state == "finished":
+            return [run for run in unfinished if run in by_folder.values()]
+        return [run for run in self.runs if run not in started][:1]
 
 
 def group_runs(sweeps: Sequence[Sweep], world_size: int | None = None) -> list[EqualRuns]:
@@ -102,16 +107,21 @@ def group_runs(sweeps: Sequence[Sweep], world_size: int | None = None) -> list[E
     for own_key, runs in groups_by_key:
         own = [run.folder for run in runs]
         others = [folder for folder, key in trained.items() if folder not in own and _are_equal(own_key, key)]
+        states = {folder: run_folder.read_state(folder).state for folder in [*own, *others]}
         usable = [
             folder
-            for folder in others
-            if all(part.get("code") == code_version() for part in run_folder.read_parts(folder))
+            for folder in states
+            if _is_of_this_code(folder) or (folder in own and states[folder] not in ("finished", "diverged"))
         ]
-        states = {folder: run_folder.read_state(folder).state for folder in [*own, *others]}
-        best = min([*own, *usable], key=lambda folder: ORDER.index(states[folder]))
-        stale = [folder for folder in others if folder not in usable and states[folder] == "finished"]
+        best = min(usable or own, key=lambda folder: ORDER.index(states[folder]))
+        stale = [folder for folder in states if folder not in usable and states[folder] == "finished"]
         groups.append(EqualRuns(runs, states[best], best, stale))
     return groups
+
+
+def _is_of_this_code(folder: Path) -> bool:
+    """Whether all parts of a run are."""
+    return all(part.get("code") == code_version() for part in run_folder.read_parts(folder))
 
 
 def _are_equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
@@ -122,8 +132,8 @@ def _are_equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
 def _read_started_runs(roots: Sequence[Path]) -> dict[Path, dict[str, Any]]:
     """{folder: result key} of all started runs below `roots`, without links."""
     keys = {}
-    for root in roots:
-        for folder, folders, files in os.walk(root):
+    for root in filter(look.is_folder, roots):
+        for folder, folders, files in os.walk(root, onerror=look.refuse):
             if "config.toml" in files:
                 folders.clear()  # checkpoints and logs
                 if (key := read_result_key(Path(folder))) is not None:

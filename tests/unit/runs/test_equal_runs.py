@@ -1,6 +1,8 @@
 """Equal runs are recognised by what affects their result, trained once, and reused."""
 
+import errno
 import json
+import os
 import subprocess
 import tomllib
 from pathlib import Path
@@ -12,6 +14,7 @@ from pc.errors import UserError
 from pc_recipe.config import Config, load_config, write_config
 from pc_recipe.config.run_key import code_version, differing_keys, list_unapplied, result_key
 from pc_recipe.files import run_folder
+from pc_recipe.files.errors import ReadFailed
 from pc_recipe.files.lock import is_locked, lock
 from pc_recipe.plan.allocation import Allocation
 from pc_recipe.plan.check import CheckResult
@@ -272,6 +275,51 @@ def test_a_run_of_other_code_is_not_reused(folder, trained, capsys, what):
     expected = ["outputs/sweeps/level/level-3", "outputs/sweeps/level/level-4"]
     assert trained == (expected if what else expected[1:])
     assert ("outputs/by-hand is an equal run, but of other code" in capsys.readouterr().out) == bool(what)
+
+
+@pytest.mark.parametrize("what", ["files", None])
+def test_a_run_of_another_sweep_and_of_other_code_is_not_reused(folder, trained, what):
+    train_all([load("level.toml")])
+    first = Path("outputs/sweeps/level/level-4/environment.json")
+    first.write_text(json.dumps({"code": code_version() | ({what: "other"} if what else {})}))
+    trained.clear()
+    both = [load("level.toml"), load("blocks.toml")]  # level-4 and blocks-ffn+o are equal
+    equal_runs.take_over(both, 1)
+    train_all(both)
+    new = ["outputs/sweeps/blocks/blocks-ffn+o"] if what else []
+    assert sorted(trained) == sorted([*new, "outputs/sweeps/blocks/blocks-ffn"])
+
+
+def test_a_run_that_diverged_is_tried_again_once(folder, trained):
+    """Not through each link to it."""
+    finish("pc.toml", [], folder / "outputs/sweeps/level/level-4", state="diverged")
+    both = [load("level.toml"), load("blocks.toml")]
+    equal_runs.take_over(both, 1)
+    assert Path("outputs/sweeps/blocks/blocks-ffn+o").is_symlink()
+    [group] = [group for group in equal_runs.group_runs(both, 1) if len(group.runs) == 2]
+    assert [run.name for run in group.to_train] == ["level-4"]
+
+
+def test_a_run_whose_settings_cannot_be_read_is_not_taken_for_an_unchanged_one(folder, trained):
+    train_all([load("level.toml")])
+    (folder / "outputs/sweeps/level/level-4/config.toml").write_text("[optimizer]\nlr = 'fast'\n")
+    with pytest.raises(UserError, match="level-4 was trained with several configurations, or unreadable ones"):
+        equal_runs.require_unchanged(load("level.toml"))
+
+
+def test_equal_runs_are_not_looked_for_where_that_is_refused(folder, monkeypatch):
+    """Else a run would be trained again."""
+    finish("pc.toml", ["--pc.level=3"], folder / "outputs" / "by-hand")
+    real = os.scandir
+
+    def refuse(path):
+        if str(path).endswith("by-hand"):
+            raise OSError(errno.EIO, "made by the test", str(path))
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(ReadFailed, match="by-hand"):
+        equal_runs.group_runs([load("level.toml")])
 
 
 def test_the_command_that_takes_a_run_of_other_code_works(folder, trained, capsys):
