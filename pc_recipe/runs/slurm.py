@@ -146,14 +146,16 @@ def requeue_or_end(run: Run, returncode: int) -> int:
     # torchrun ends with 1 whatever its ranks' status, so the log tells a mistake from a crash
     is_mistake = returncode == MISTAKE or failure.startswith("error: ")
     attempts = 0 if is_mistake else _count_attempt(run)
-    ended = f"stopped at step {state.step}" if state.state == "stopped" else f"ended with status {returncode}"
+    has_stopped = state.state == "stopped" and returncode == 0
+    ended = f"stopped at step {state.step}" if has_stopped else f"ended with status {returncode}"
     if not is_mistake and attempts <= REQUEUES_WITHOUT_PROGRESS:
         return _requeue(f"{run.name}: {ended}, attempt {attempts} since the last checkpoint")
-    if state.state == "stopped" and not is_mistake:
+    if has_stopped and not is_mistake:
         remedy = "a longer time limit, or checkpoints more often, would let it get further"
         write_failure(run.folder, f"{attempts} attempts stopped without a new checkpoint; {remedy}")
     elif state.state != "failed":
-        reason = f"the trainer ended {attempts} times with status {returncode}; its last words are in the job's log"
+        times = "" if is_mistake else f" {attempts} times"
+        reason = f"the trainer ended{times} with status {returncode}; its last words are in the job's log"
         write_failure(run.folder, reason)
     why = "another try would fail too" if is_mistake else f"{attempts} attempts since the last checkpoint"
     print(f"{run.name}: {'diverged' if state.state == 'diverged' else 'failed'}, {why}", flush=True)

@@ -32,11 +32,24 @@ def test_a_folder_with_an_equals_sign_is_scored(tmp_path):
     """A sweep names folders so."""
     exported = tmp_path / "level-o=4+ffn=2" / "hugging_face" / "step-9"
     checkpoint = tmp_path / "level-o=4+ffn=2" / "checkpoint" / "step-9"
-    for file in (exported / "config.json", checkpoint / ".metadata"):
+    for file in (checkpoint / ".metadata", exported / "config.json"):
         file.parent.mkdir(parents=True)
         file.touch()
     _, model, *_ = _score(tmp_path / "level-o=4+ffn=2", tmp_path).stdout.split()
     assert parse_model(model) == ("level-o-4+ffn-2", exported)
+
+
+def test_an_export_of_the_same_step_before_is_not_scored(tmp_path):
+    """The run went back, and was trained on with other data."""
+    exported = tmp_path / "run" / "hugging_face" / "step-9" / "config.json"
+    index = tmp_path / "run" / "checkpoint" / "step-9" / ".metadata"
+    for file in (index, exported):
+        file.parent.mkdir(parents=True)
+        file.touch()
+    assert "export_hf.py" not in _score(tmp_path / "run", tmp_path).stdout
+    os.utime(exported, (0, 0))
+    # which says that the folder exists already, and ends the job
+    assert f"export_hf.py {index.parent} {exported.parent}" in _score(tmp_path / "run", tmp_path).stdout
 
 
 def test_a_run_without_a_checkpoint_is_said_in_a_line(tmp_path):

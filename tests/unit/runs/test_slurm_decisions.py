@@ -58,7 +58,8 @@ THRICE = [0, 0, 1]
         ("stopped", 0, THRICE, "failed"),  # no checkpoint in three attempts: a fourth would change nothing
         *((state, slurm.MISTAKE, [2], "failed") for state in ("stopped", "running", "failed")),
         ("diverged", slurm.MISTAKE, [2], "diverged"),
-        *((state, 137, THRICE, "failed") for state in ("running", "failed", None)),  # a crash is tried twice more
+        # a crash is tried twice more; "stopped" is of an attempt before it
+        *((state, 137, THRICE, "failed") for state in ("running", "failed", "stopped", None)),
     ],
 )
 def test_what_becomes_of_a_job(run, requeued, capfd, state, status, answers, ends_as):
@@ -69,6 +70,7 @@ def test_what_becomes_of_a_job(run, requeued, capfd, state, status, answers, end
     assert requeued == [["scontrol", "requeue", "17"]] * requeues
     ended, reason = state_and_reason(run)
     assert ended == ends_as and reason and ("attempts stopped" in reason) == ((state, status) == ("stopped", 0))
+    assert "0 times" not in reason
     text = capfd.readouterr().out
     assert ("diverged, another try would fail too" in text) == (state == "diverged")
     assert ("finished" in text) == ((state, status) == ("finished", 0))  # an earlier attempt's end is not this one's
