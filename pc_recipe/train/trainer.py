@@ -253,8 +253,8 @@ class Trainer(torchtitan.train.Trainer):
         """Load, and train to the end or to a request to stop.
 
         Args:
-            record: called on rank 0 with the step that training starts from, once nothing can refuse this start: the
-                record of the run in the folder must not change before.
+            record: called on rank 0 with the step that this run continues from, 0 for a new one, once nothing can refuse
+                this start: the record of the run in the folder must not change before.
 
         Raises:
             UserError: what `start.load` raises; or what was loaded is of a step after the last.
@@ -269,7 +269,7 @@ class Trainer(torchtitan.train.Trainer):
         if dist.get_rank() == 0:
             write_state(folder, "running", self.step, last)
             note_start(folder, self.step)
-            record(self.step)
+            record(self.step if loaded and loaded.parent == folder / "checkpoint" else 0)
         logger.info(self._describe_start())
         with replaced(torchtitan.train.dist_utils, set_pg_timeouts=_nothing):  # `_set_timeouts` does it
             super().train()

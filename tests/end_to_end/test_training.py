@@ -253,6 +253,14 @@ def test_a_refused_start_touches_nothing(copied):
     assert run_ranks(1, _starts, config, [[*level_4, *excluded, "--training.steps", "7"]])[0] == [("", [6])]
 
 
+def test_a_new_run_from_all_of_another_is_recorded_as_new(copied, tmp_path):
+    """It begins at the other's step, but continues no run of its folder: all of its settings have an effect."""
+    config, folder = copied
+    start = ["--checkpoint.initial_load_path", str(folder / "checkpoint" / "step-3")]
+    words = [*start, "--checkpoint.initial_load_model_only", "false", *_elsewhere(tmp_path, "new")]
+    assert run_ranks(1, _starts, config, [words, ["--training.steps", "7", *words]])[0] == [("", [0]), ("", [6])]
+
+
 def test_an_abandoned_branch_is_not_taken_up_again(copied):
     """The way back: newer checkpoints are moved away, and the newest that is left goes on, here with other data."""
     config, folder = copied
