@@ -52,6 +52,16 @@ def anywhere(config: Config) -> Iterator[str]:
         yield "checkpoint.initial_load_path needs checkpoint.enable = true; without it nothing is loaded"
     if config.checkpoint.initial_load_in_hf and not config.checkpoint.initial_load_path:
         yield "checkpoint.initial_load_in_hf = true needs checkpoint.initial_load_path, the Hugging Face folder"
+    if (
+        config.checkpoint.initial_load_path
+        and config.checkpoint.initial_load_model_only
+        and config.checkpoint.exclude_from_loading
+    ):
+        yield "checkpoint.exclude_from_loading needs checkpoint.initial_load_model_only = false; it leaves out whole states"
+    if config.quantize.linear.float8.model_fields_set and FLOAT8 not in config.model.converters:
+        yield f'{FLOAT8} needs model.converters = ["{FLOAT8}"]; without it nothing is in float8'
+    if config.experiment.options and not config.experiment.arm:
+        yield "experiment.options needs experiment.arm, whose options they are"
     if config.checkpoint.keep_latest_k == 1:
         yield "checkpoint.keep_latest_k = 1 should be 2 or more, because the newest may be damaged, or 0 to keep all"
 

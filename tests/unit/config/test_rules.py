@@ -50,6 +50,13 @@ REFUSED_ANYWHERE = [
     ({"checkpoint.enable": False, "checkpoint.initial_load_path": "x"}, {}, "without it nothing is loaded"),
     ({"checkpoint.initial_load_in_hf": True}, {}, "initial_load_in_hf = true needs checkpoint.initial_load_path"),
     ({"optimizer.independent_decay": True, "optimizer.lr": 0.0}, {}, "needs optimizer.lr above 0"),
+    (
+        {"checkpoint.exclude_from_loading": ["optimizer"], "checkpoint.initial_load_path": "x", "checkpoint.enable": True},
+        {},
+        "exclude_from_loading needs checkpoint.initial_load_model_only = false",
+    ),
+    ({"quantize.linear.float8.emulate": True}, {}, 'needs model.converters = ["quantize.linear.float8"]'),
+    ({"experiment.options": {"power": 1}}, {}, "experiment.options needs experiment.arm"),
     ({"checkpoint.keep_latest_k": 1}, {}, "checkpoint.keep_latest_k = 1 should be 2 or more"),
     ({"model.n_kv_heads": 2}, {"tp": 4}, "tensor_parallel_degree = 4 should divide the 2 (key-value) heads"),
     ({"model.vocab_size": 257}, {"tp": 2}, "tensor_parallel_degree = 2 should divide model.vocab_size = 257, such as 258"),
