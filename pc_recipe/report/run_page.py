@@ -44,6 +44,8 @@ class _Shown:
 
     name: str
     headline: str
+    blocks: str
+    """of which it has logged condition numbers"""
     log: RunLog
     state: str
     sigma: Tensor | None
@@ -125,7 +127,7 @@ def _show(log: RunLog) -> _Shown:
         except UserError as error:  # the tokenizer is gone; all else can be shown
             text = str(error)
     name = headline(config) if config else "its configuration is not known"
-    return _Shown(log.name, name, log, read_state(folder).state, sigma, text)
+    return _Shown(log.name, name, settings.blocks(config), log, read_state(folder).state, sigma, text)
 
 
 def _verdict(rows: pd.DataFrame, i: int) -> str:
@@ -174,7 +176,7 @@ def _draw_picture(title: str, runs: Sequence[_Shown], rows: pd.DataFrame, path: 
     figure, (left, right) = subplots(1, 2, width=4.4, height=3.2)
     curves.draw_validation(left, [run.log for run in runs], rows)
     _draw_conditions(right, runs)
-    right.set_title("o, gate, up, down: geometric mean", fontsize=8)
+    right.set_title(f"of {_of_blocks(runs)[0]}: geometric mean", fontsize=8)
     figure.suptitle(title, fontsize=9, parse_math=False)
     legend_below(figure, left)
     save(figure, path)
@@ -233,8 +235,9 @@ def _conditioning(runs: Sequence[_Shown]) -> list[str]:
     spectra = {run.name: run.sigma for run in runs if run.sigma is not None}
     figures = ""
     if any(_CONDITION in run.log.keys() for run in runs):
-        title, caption = "Condition number of o, gate, up, down", "Geometric mean over the matrices; 1 is the least."
-        figures += _figure(title, lambda axes: _draw_conditions(axes, runs), caption)
+        names, more = _of_blocks(runs)
+        caption = f"Geometric mean over the matrices; 1 is the least.{more}"
+        figures += _figure(f"Condition number of {names}", lambda axes: _draw_conditions(axes, runs), caption)
     if spectra:
         title, caption = (
             f"Singular values of {BLOCK}, middle layer",
@@ -242,6 +245,14 @@ def _conditioning(runs: Sequence[_Shown]) -> list[str]:
         )
         figures += _figure(title, lambda axes: draw.histogram_of(axes, spectra), caption)
     return ["<h2>Conditioning</h2>", f"<div class=panels>{figures}</div>" if figures else "<p>Nothing was logged.</p>"]
+
+
+def _of_blocks(runs: Sequence[_Shown]) -> tuple[str, str]:
+    """Of which matrices the runs have logged condition numbers; and, where they differ, a sentence about it."""
+    if len({run.blocks for run in runs}) == 1:
+        return runs[0].blocks, ""
+    each = "; ".join(f"{run.blocks} in {run.name}" for run in runs)
+    return "other matrices in each run", f" Not to be compared: {each}."
 
 
 def _figure(title: str, lines: Any, caption: str = "") -> str:

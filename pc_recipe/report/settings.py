@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from pc.blocks import BLOCK_GROUPS
 from pc.errors import UserError
 from pc_recipe.config import Config, load_config, run_key
 from pc_recipe.config.model_sizes import sizes_of
@@ -16,6 +17,15 @@ def read(run: RunLog) -> Config | None:
         return load_config(run.file.parent / "config.toml")
     except UserError:
         return None
+
+
+def blocks(config: Config | None) -> str:
+    """The single blocks whose condition numbers a run logs together: those of its `pc.blocks`, also of a baseline."""
+    if config is None:
+        return "its own pc.blocks"
+    named = {block for entry in config.pc.blocks for block in BLOCK_GROUPS.get(entry, (entry,))}
+    known = [*BLOCK_GROUPS["qk"], "v", "o", *BLOCK_GROUPS["ffn"]]
+    return ", ".join([block for block in known if block in named] + sorted(named.difference(known)))
 
 
 def are_of_one_model(first: Config | None, other: Config | None) -> bool:

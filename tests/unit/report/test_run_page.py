@@ -77,6 +77,18 @@ def test_losses_over_other_sequences_are_not_compared(tmp_path, differing):
     assert "pc is not compared with baseline: validated on other sequences" in text
 
 
+def test_condition_numbers_are_said_to_be_of_the_matrices_that_they_are_of(tmp_path):
+    """Each run logs those of its own pc.blocks, also a baseline."""
+    for blocks, title in ((["ffn", "o"], "of o, gate, up, down"), (["o"], "of other matrices in each run")):
+        paths = runs(tmp_path, pc={"enable": True, "blocks": blocks})
+        for path in paths:
+            write_metrics(path, gain=1.0, estimates=False)
+        run_page.write(paths, tmp_path / "report.html")
+        page = (tmp_path / "report.html").read_text()
+        assert f"Condition number {title}" in page
+        assert ("o, gate, up, down in baseline; o in pc" in page) == (blocks == ["o"])
+
+
 def test_settings_of_runs_with_pc_are_compared_among_themselves(tmp_path):
     """A baseline has none of them, whatever its place."""
     for name, settings in {"a": {"level": 2}, "b": {"enable": False}, "c": {"level": 4}}.items():
