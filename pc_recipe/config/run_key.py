@@ -25,6 +25,7 @@ from pc_recipe.config.schema import Config
 from pc_recipe.config.sections import METHOD, RESULT, keys_of
 from pc_recipe.files import look
 from pc_recipe.files.atomic import sha256_of
+from pc_recipe.files.run_folder import CHECKSUMS
 
 BATCH = "training.global_batch_size"
 STARTS = (
@@ -99,7 +100,8 @@ def code_version() -> dict[str, str]:
 
 
 def data_checksums(config: Config) -> dict[str, str]:
-    """{key: `Manifest.identity` of the data, checksum of a file of `[experiment]`}, of those that can be read."""
+    """{key: `Manifest.identity` of the data, checksum of a file of `[experiment]`, of the checkpoint that a new run starts
+    from}, of those that can be read."""
     checksums = {}
     for key, folders in (("path", config.data.folders), ("validation_path", config.data.validation_folders)):
         texts = [look.read(Path(folder, "manifest.json")) or b"" for folder in folders]
@@ -111,9 +113,10 @@ def data_checksums(config: Config) -> dict[str, str]:
     arm, options = config.experiment.arm.partition(":")[0], config.experiment.options
     files = {"arm": Path(__file__).parents[2] / f"{arm.replace('.', '/')}.py"}
     files |= {f"options.{name}": Path(value) for name, value in options.items() if isinstance(value, str)}
-    return checksums | {
-        f"content of experiment.{n}": sha256_of(file) for n, file in files.items() if look.is_file(file)
-    }
+    named = {f"experiment.{name}": file for name, file in files.items()}
+    if config.checkpoint.enable and config.checkpoint.initial_load_path:
+        named["checkpoint.initial_load_path"] = Path(config.checkpoint.initial_load_path, CHECKSUMS)
+    return checksums | {f"content of {key}": sha256_of(file) for key, file in named.items() if look.is_file(file)}
 
 
 def differing_keys(one: dict[str, Any], other: dict[str, Any]) -> list[str]:

@@ -195,7 +195,8 @@ class Checkpoints(CheckpointManager):
         A crash before the first checkpoint, or while it is written, loses nothing that could have been kept.
         """
         run, state = self._run, run_folder.read_state(self._run)
-        was_saved = state.state in ("stopped", "finished") and state.step > 0
+        saves = run_folder.read_first_config(run).get("checkpoint", {}).get("enable", True)
+        was_saved = saves and state.state in ("stopped", "finished") and state.step > 0
         if run_folder.has_saved(run) or was_saved or incomplete > 1:
             raise UserError(
                 f"{run} has had a checkpoint, and {self.folder} has no complete one ({incomplete} incomplete). {REMEDY}"

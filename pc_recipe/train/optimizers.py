@@ -48,6 +48,7 @@ class Optimizers(OptimizersContainer):
 
     def __init__(self, model_parts: list[nn.Module], config: OptimizerSection) -> None:
         self.model_parts = model_parts
+        self._peak = KINDS[config.name].lr(config)
         self.preconditioner: Preconditioner | None = None
         """PC's"""
         if any(True for model in model_parts for _ in named_weights(model)):
@@ -86,8 +87,13 @@ class Optimizers(OptimizersContainer):
             group.update(of_config)
 
     def rates(self) -> list[float]:
-        """The learning rate that each group has now; first that of the config's optimizer without `lr_factors`."""
+        """The learning rate that each group has now."""
         return [group["lr"] for group in self._groups()]
+
+    def rate(self) -> float:
+        """That of the config's optimizer by the schedule now, without `lr_factors`; as on all pipeline stages."""
+        group = self._groups()[0]
+        return self._peak * (group["lr"] / group["initial_lr"] if group["initial_lr"] else 1.0)
 
     def _groups(self) -> list[dict[str, Any]]:
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]

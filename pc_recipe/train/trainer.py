@@ -214,7 +214,7 @@ class Trainer(torchtitan.train.Trainer):
                 grad_norm,
                 extra_metrics={
                     "n_tokens_seen": processor.tokens,
-                    "lr": self.optimizers.rates()[0],
+                    "lr": self.optimizers.rate(),
                     **processor.add_numbers(of_ranks.of(*processor.NUMBERS)),
                 },
             )

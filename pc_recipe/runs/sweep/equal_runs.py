@@ -125,8 +125,8 @@ def _is_of_this_code(folder: Path) -> bool:
 
 
 def _are_equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two runs' results are; a batch that only one of them knows may be another."""
-    return not differing_keys(one, other) and one.get(BATCH) == other.get(BATCH)
+    """Whether two runs' results are; a batch that one of them does not know may be another."""
+    return not differing_keys(one, other) and BATCH in one and one[BATCH] == other.get(BATCH)
 
 
 def _read_started_runs(roots: Sequence[Path]) -> dict[Path, dict[str, Any]]:
@@ -145,10 +145,10 @@ def take_over(sweeps: Sequence[Sweep], world_size: int | None = None) -> None:
     """Make each run that has not started a link to the folder of an equal run that finished or diverged."""
     for group in group_runs(sweeps, world_size):
         for run in group.runs:
-            if look.is_link(run.folder) and not look.is_there(run.folder):
-                run.folder.unlink()  # its target was deleted or moved
             if group.state in ("finished", "diverged") and not look.is_there(run.folder):
                 run.folder.parent.mkdir(parents=True, exist_ok=True)
+                if look.is_link(run.folder):
+                    run.folder.unlink()  # its target was deleted or moved
                 target = os.path.relpath(group.folder.resolve(), run.folder.parent.resolve())
                 with contextlib.suppress(FileExistsError):  # another command already did this
                     run.folder.symlink_to(target, target_is_directory=True)

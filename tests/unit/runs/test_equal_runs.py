@@ -129,6 +129,37 @@ def test_other_content_of_the_data_is_another_run(folder):
         assert differing_keys(equal_runs.read_result_key(Path("outputs/by-hand")), result_key(config)) == expected
 
 
+def test_other_content_of_what_a_run_starts_from_is_another_run(folder):
+    """A base that is trained anew into the same folder."""
+    words = ["--checkpoint.enable", "--checkpoint.initial_load_path=base"]
+    before = result_key(load_config("pc.toml", words))
+    Path("base").mkdir()
+    sums = []
+    for content in "ab":
+        Path("base/XXH128SUMS").write_text(content)
+        sums.append(result_key(load_config("pc.toml", words)))
+    assert differing_keys(*sums) == ["content of checkpoint.initial_load_path"]
+    assert not differing_keys(before, sums[0])  # of an older version's run it is not known
+
+
+def test_batches_that_nobody_knows_are_not_equal(folder):
+    (folder / "pc.toml").write_text(CONFIG.replace("global_batch_size = 4\n", ""))
+    finish("pc.toml", ["--pc.level=3"], folder / "outputs" / "by-hand")
+    assert equal_runs.group_runs([load("level.toml")])[0].state == "waiting"
+
+
+def test_a_link_to_a_run_on_a_disk_that_is_gone_stays(folder):
+    """Until it has something to lead to."""
+    link = folder / "outputs/sweeps/level/level-3"
+    link.parent.mkdir(parents=True)
+    link.symlink_to(folder / "gone")
+    equal_runs.take_over([load("level.toml")], 1)
+    assert link.is_symlink()
+    finish("pc.toml", ["--pc.level=3"], folder / "outputs" / "by-hand")
+    equal_runs.take_over([load("level.toml")], 1)
+    assert link.resolve() == folder / "outputs" / "by-hand"
+
+
 @pytest.mark.parametrize("text", ["[1]", "[" * 100_000, "\xff"], ids=range(3))
 def test_damaged_data_are_not_known(folder, text):
     """A plan goes on; the run that opens them says what is damaged."""

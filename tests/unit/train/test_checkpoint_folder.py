@@ -298,6 +298,12 @@ def test_a_crash_before_the_first_checkpoint_loses_nothing(tmp_path, state, left
     assert _names(tmp_path / "checkpoint") == ["step-500.damaged"]
 
 
+def test_a_run_that_finished_without_checkpoints_has_had_none(tmp_path):
+    (tmp_path / "config.toml").write_text("[checkpoint]\nenable = false\n")
+    write_state(tmp_path, "finished", 100, 100)
+    assert run_ranks(1, _begins_anew, tmp_path) == [True]
+
+
 def _newest_without_rights(rank, folder):
     manager = _manager(folder)
     is_root = os.geteuid() == 0

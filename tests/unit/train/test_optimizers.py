@@ -60,6 +60,16 @@ def test_a_block_has_its_own_rate_and_an_independent_decay_is_the_same_for_all()
     assert any(other is p for group in made.optimizers[0].param_groups if group["lr"] == 1e-2 for p in group["params"])
 
 
+@pytest.mark.parametrize("name, rate", [("AdamW", 1e-2), ("Muon", 1e-2), ("MuonH", 0.05)])
+def test_the_rate_that_is_logged_is_that_without_factors(name, rate):
+    """Also where each group of the config's optimizer has a factor."""
+    factors = {"qk": 0.5, "v": 0.5, "o": 0.5, "ffn": 1.8}
+    _, made = _made(name=name, lr=1e-2, hyperball_lr=0.05, lr_factors=factors)
+    for optimizer in made.optimizers:
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.25)
+    assert made.rate() == pytest.approx(rate / 4)
+
+
 @pytest.mark.parametrize("name", ["AdamH", "MuonH"])
 def test_a_length_of_step_of_zero_has_no_decay_that_is_divided_by_it(name):
     _, made = _made(name=name, hyperball_lr=0.0, independent_decay=True)
