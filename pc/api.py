@@ -15,7 +15,7 @@ from pc.config import PCConfig
 from pc.errors import UserError
 from pc.guard import NO_PRECONDITIONER, Guard, remove_guards
 from pc.owner import Plan
-from pc.preconditioner import NotForDDP, Preconditioner, preconditioner_of, reshard
+from pc.preconditioner import NotForDDP, Preconditioner, preconditioners_of, reshard
 from pc.shards import local
 from pc.splits import WeightSplit
 from pc.targets import clean_name, find, require_complete
@@ -99,7 +99,7 @@ def _require_usable(models: list[nn.Module]) -> list[Weight]:
                 raise UserError("FSDP1 makes weights parts of one flat parameter; shard with fully_shard (FSDP2)")
             for parameter in module.parameters(recurse=False):
                 holders.setdefault(id(parameter), []).append(clean_name(name))
-    if preconditioner_of(*models) is not None:
+    if preconditioners_of(*models):
         raise UserError(
             "the model has a preconditioner already; use that one. To start again: pc.merge (from PC(W)) or pc.detach "
             "(from W), then pc.attach"
@@ -141,7 +141,6 @@ def preserve(models: nn.Module | Iterable[nn.Module]) -> None:
         UserError: no weight is marked, no W exists for this method or these settings, or weights are on the meta device.
     """
     models = _listed(models)
-    preconditioner = preconditioner_of(*models)
     weights = _weights(*models)
     if not weights:
         raise UserError("pc.preserve found no weight with PC; call pc.attach(model, pc.PCConfig(...)) first")
@@ -155,7 +154,7 @@ def preserve(models: nn.Module | Iterable[nn.Module]) -> None:
     inputs = [(weight.effective,) for weight in weights]
     outputs = [(weight.orig, weight.u, weight.v) for weight in weights]
     Plan(inputs, outputs, [weight.split for weight in weights]).run(WeightSplit.invert, inputs, outputs)
-    if preconditioner is not None:
+    for preconditioner in preconditioners_of(*models):
         preconditioner.note_loaded()
 
 
@@ -194,7 +193,7 @@ def _weights(*models: nn.Module) -> list[Weight]:
 
 def _ensure_pc(model: nn.Module) -> None:
     """Write PC(W) if it is not there yet. One rank may save alone, so ranks do not share this work."""
-    if (preconditioner := preconditioner_of(model)) is not None:
+    for preconditioner in preconditioners_of(model):
         preconditioner.write_if_stale()
     for weight in _weights(model):
         if weight.orig is None:
@@ -202,7 +201,7 @@ def _ensure_pc(model: nn.Module) -> None:
 
 
 def _remove(model: nn.Module) -> nn.Module:
-    if (preconditioner := preconditioner_of(model)) is not None:
+    for preconditioner in preconditioners_of(model):
         preconditioner.leave()
     remove_guards(model.modules())
     for weight in _weights(model):

@@ -65,10 +65,10 @@ class NotForDDP:
 _live: "weakref.WeakSet[Preconditioner]" = weakref.WeakSet()
 
 
-def preconditioner_of(*models: nn.Module) -> "Preconditioner | None":
-    """The one of a weight in the models; a copy of a model has none."""
+def preconditioners_of(*models: nn.Module) -> "list[Preconditioner]":
+    """Those of weights in the models; a copy of a model has none."""
     modules = {module for model in models for module in model.modules()}
-    return next((one for one in _live if any(w.module in modules for w in one.weights.values())), None)
+    return [one for one in _live if any(w.module in modules for w in one.weights.values())]
 
 
 class Preconditioner:

@@ -4,7 +4,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pc.api import precondition
-from pc.preconditioner import Preconditioner, preconditioner_of
+from pc.preconditioner import Preconditioner, preconditioners_of
 from pc.weight import added_names, named_weights
 
 
@@ -15,11 +15,11 @@ def started(model: nn.Module, is_replicated: bool) -> Preconditioner:
     Args:
         is_replicated: by DDP, which will give all ranks the weights of the first.
     """
-    if (made := preconditioner_of(model)) is not None:
-        return made
+    if made := preconditioners_of(model):
+        return made[0]
     group = dist.group.WORLD if is_replicated and dist.is_initialized() else None
     for _, weight in named_weights(model) if group else ():
         dist.broadcast(weight.effective.detach(), 0)
-    made = precondition(model, process_group=group)
+    preconditioner = precondition(model, process_group=group)
     model._ddp_params_and_buffers_to_ignore = added_names(model)  # type: ignore[assignment]  # no forward pass uses them
-    return made
+    return preconditioner

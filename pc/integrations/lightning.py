@@ -45,5 +45,9 @@ class PCCallback(Callback):
     def on_after_backward(self, trainer, pl_module) -> None:
         """After the last backward pass of a step, before gradients are unscaled and clipped."""
         is_synchronised = getattr(trainer.strategy.model, "require_backward_grad_sync", True)
-        if is_synchronised and not trainer.fit_loop._should_accumulate():
+        weights = self.preconditioner.weights.values()
+        has_gradients = any(
+            weight.effective.grad is not None for weight in weights
+        )  # by hand another part may be meant
+        if is_synchronised and has_gradients and not trainer.fit_loop._should_accumulate():
             self.preconditioner.pull_back()

@@ -151,11 +151,16 @@ class Net(lightning.LightningModule):
 
 
 class ByHand(Net):
-    """Two optimizers, and two backward passes for each step."""
+    """Two optimizers, and two backward passes for each step, beside one of a part without PC, as of a GAN."""
 
     automatic_optimization = False
 
+    def __init__(self):
+        super().__init__()
+        self.judge = torch.nn.Linear(7, 1).double()
+
     def training_step(self, batch, index):
+        self.manual_backward(self.judge(self.net(toy_batch(index)).detach()).mean())
         self.manual_backward(toy_loss(self.net, toy_batch(index)) / 2)
         if index != 1:
             for optimizer in self.optimizers():

@@ -340,3 +340,15 @@ def test_precision_of_products_whatever_the_process_has_chosen(process, compute_
             torch.set_float32_matmul_precision("highest")
         MATMUL.fp32_precision = before
     assert precisions.seen == {"vector": {"ieee"}, "matrix": {polynomial}}
+
+
+@pytest.mark.parametrize("leave", [pc.merge, pc.detach])
+def test_a_model_of_two_models_leaves_both(leave):
+    """As of a student and a teacher: each optimizer has its parameters back."""
+    loops = Loop(), Loop(seed=1)
+    leave(nn.ModuleList(loop.model for loop in loops))
+    for loop in loops:
+        before = copy.deepcopy(loop.model.state_dict())
+        toy_loss(loop.model, toy_batch(0)).backward()
+        loop.optimizer.step()
+        assert not any(torch.equal(tensor, before[name]) for name, tensor in loop.model.state_dict().items())
