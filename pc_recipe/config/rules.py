@@ -58,8 +58,9 @@ def anywhere(config: Config) -> Iterator[str]:
         and config.checkpoint.exclude_from_loading
     ):
         yield "checkpoint.exclude_from_loading needs checkpoint.initial_load_model_only = false; it leaves out whole states"
-    if config.quantize.linear.float8.model_fields_set and FLOAT8 not in config.model.converters:
-        yield f'{FLOAT8} needs model.converters = ["{FLOAT8}"]; without it nothing is in float8'
+    given = sorted(config.quantize.linear.float8.model_fields_set)
+    if given and FLOAT8 not in config.model.converters:
+        yield f'{FLOAT8}.{given[0]} needs model.converters = ["{FLOAT8}"]; without it nothing is in float8'
     if config.experiment.options and not config.experiment.arm:
         yield "experiment.options needs experiment.arm, whose options they are"
     if config.checkpoint.keep_latest_k == 1:
