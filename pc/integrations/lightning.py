@@ -45,9 +45,7 @@ class PCCallback(Callback):
     def on_after_backward(self, trainer, pl_module) -> None:
         """After the last backward pass of a step, before gradients are unscaled and clipped."""
         is_synchronised = getattr(trainer.strategy.model, "require_backward_grad_sync", True)
-        weights = self.preconditioner.weights.values()
-        has_gradients = any(
-            weight.effective.grad is not None for weight in weights
-        )  # by hand another part may be meant
+        # by hand a pass may be of another part, such as a GAN's discriminator
+        has_gradients = any(weight.effective.grad is not None for weight in self.preconditioner.weights.values())
         if is_synchronised and has_gradients and not trainer.fit_loop._should_accumulate():
             self.preconditioner.pull_back()

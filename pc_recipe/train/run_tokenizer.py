@@ -83,7 +83,7 @@ def data_of(run: Path, number: int = 0) -> Manifest:
     if not look.is_there(folder):
         raise UserError(f"{folder}: the run's data folder, which has its tokenizer, is missing; {restore}")
     manifest, known = Manifest.read(folder), (read_environment(run).get("data") or {}).get("content of data.path")
-    if known and known.split(", ")[number] != manifest.identity:
+    if known and manifest.identity not in known.split(", "):
         raise UserError(f"{folder}: has other data than those that {run} was trained on; {restore}")
     return manifest
 
