@@ -2,7 +2,7 @@
 
 python -m experiments.verdict.dial
 
-It also prints what each spectrum gains, as a share of what PC gains.
+It also prints what each spectrum gains, as a share of what PC gains, and x, y and z of the two by two.
 """
 
 import numpy as np
@@ -19,24 +19,24 @@ DIAL = {
     "dial-0.33": "1/3",
     "dial-0": "0, all equal",
 }
+BASE = "spectrum-base+scale-base"
+CELLS = {"x": "spectrum-pc+scale-base", "y": "spectrum-base+scale-pc", "z": "spectrum-pc+scale-pc"}
 OTHERS = {"baseline": "baseline", "level-4": "PC, with larger norms and steps"}
 
 
-def share(study: Study, arm: str) -> str:
+def share(study: Study, arm: str, control: str = "dial-1") -> str:
     """(control - arm) / (baseline - level 4) with its 95 % interval: 10,000 times seeds are drawn with replacement, of each
     arm by itself."""
-    random, arms = np.random.default_rng(0), ("dial-1", arm, "baseline", "level-4")
+    random, arms = np.random.default_rng(0), (control, arm, "baseline", "level-4")
     drawn = [random.choice(study[name].losses, (10_000, study[name].n)).mean(1) for name in arms]
-    control, changed, baseline, pc = (
-        np.append(study[name].mean, means) for name, means in zip(arms, drawn, strict=True)
-    )
-    shares = (control - changed) / (baseline - pc)
+    base, changed, baseline, pc = (np.append(study[name].mean, means) for name, means in zip(arms, drawn, strict=True))
+    shares = (base - changed) / (baseline - pc)
     return "{:.0%} ({:.0%} to {:.0%})".format(shares[0], *np.quantile(shares[1:], [0.025, 0.975]))
 
 
 def main() -> None:
-    experiment = next(one for one in read_experiments(VERDICT) if one.study == "5")
-    study = Study(experiment, paired=False)
+    studies = {one.study: Study(one, paired=False) for one in read_experiments(VERDICT)}
+    study, cells = studies["5"], studies["cells"]
     figure, axes = subplots(width=5.0, height=3.2)
     axes.plot([study[arm].end for arm in DIAL], [study[arm].mean for arm in DIAL], color="C0", linewidth=1)
     for arm, name in (DIAL | OTHERS).items():
@@ -53,6 +53,8 @@ def main() -> None:
     axes.set_ylabel("final validation loss (nats per byte)")
     for arm, name in DIAL.items():
         print(f"{name}: {share(study, arm)}")
+    for name, arm in CELLS.items():
+        print(f"{name}, seeds {cells[arm].n} of 12: {share(cells, arm, BASE)}")
     print(save(figure, VERDICT / "dial", metadata={"Rows": digest(VERDICT)}))
 
 
