@@ -340,9 +340,13 @@ class Preconditioner:
         if restore:
             followed.leave(self.weights.values(), optimizer)
 
+    def has_gradients(self) -> bool:
+        """Whether there are gradients of PC(W)."""
+        return any(weight.effective.grad is not None for weight in self.weights.values())
+
     def require_pulled_back(self) -> None:
         """Raise a `UserError` if there are gradients of PC(W)."""
-        if any(weight.effective.grad is not None for weight in self.weights.values()):
+        if self.has_gradients():
             raise UserError(NOT_PULLED_BACK)
 
     @torch.compiler.disable
@@ -367,7 +371,7 @@ class Preconditioner:
                 self._write(advance=optimizer in self._stepped, share=False)
             with torch.enable_grad():
                 loss = closure()
-            if any(weight.effective.grad is not None for weight in self.weights.values()):
+            if self.has_gradients():
                 self.pull_back()
             return loss
 
@@ -468,9 +472,9 @@ def _require_w(reference: "weakref.ref[Preconditioner]", optimizer: Optimizer, a
 
 
 def _versions(weight: Weight) -> list[list[tuple[int, int]]]:
-    kinds = (weight.effective,), (weight.orig, *([] if weight.gamma is None else [weight.gamma])), (weight.u,)
+    kinds = (weight.effective,), (weight.orig, weight.gamma), (weight.u,)
     # of a DTensor both count: operations of autograd, and those on its shard
-    return [[(tensor._version, local(tensor)._version) for tensor in tensors] for tensors in kinds]
+    return [[(one._version, local(one)._version) for one in tensors if one is not None] for tensors in kinds]
 
 
 def _add_gradient(parameter: Any, gradient: Tensor) -> None:

@@ -46,6 +46,5 @@ class PCCallback(Callback):
         """After the last backward pass of a step, before gradients are unscaled and clipped."""
         is_synchronised = getattr(trainer.strategy.model, "require_backward_grad_sync", True)
         # by hand a pass may be of another part, such as a GAN's discriminator
-        has_gradients = any(weight.effective.grad is not None for weight in self.preconditioner.weights.values())
-        if is_synchronised and has_gradients and not trainer.fit_loop._should_accumulate():
+        if is_synchronised and self.preconditioner.has_gradients() and not trainer.fit_loop._should_accumulate():
             self.preconditioner.pull_back()

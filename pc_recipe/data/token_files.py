@@ -38,9 +38,9 @@ def write_shard(folder: Path, split: str, name: str, tokens: np.ndarray, documen
     return TokenShard(file, len(tokens), documents, len(content), hashlib.sha256(content).hexdigest())
 
 
-def remove_leftovers(folder: Path, split: str) -> None:
+def remove_leftovers(shards: Path) -> None:
     """Of processes that were killed while they wrote a shard. One that still writes takes no hour for it."""
-    for file in (folder / split / name for name in look.names(folder / split) if name.startswith(".")):
+    for file in (shards / name for name in look.names(shards) if name.startswith(".")):
         with suppress(FileNotFoundError):  # it has its name now
             if time.time() - file.stat().st_mtime > 3600:
                 file.unlink()

@@ -265,7 +265,7 @@ def write_manifest_if_finished(job: TokenizingJob) -> Manifest | None:
     if not any(shards.values()):
         raise UserError(f"--input {' '.join(settings['sources'])}: there is no text in it")
     for split in SPLITS:
-        remove_leftovers(job.output, split)
+        remove_leftovers(job.output / split)
     source: Any = {"input": " ".join(settings["sources"])}
     source |= {key: settings[key] for key in ("subset", "text_key", "max_documents", "files")}
     source |= {"left_out": settings.get("left_out", {})}

@@ -74,10 +74,7 @@ def _why_apart(reference: RunLog, run: RunLog) -> str:
         state = read_state(one.file.parent).state
         if state not in ("finished", "waiting"):  # the latter has no status.json
             return f"{one.name} has not finished ({state})"
-    configs = settings.read(reference), settings.read(run)
-    if not settings.are_of_one_model(*configs):
-        return "another model"
-    return "" if settings.are_validated_alike(*configs) else "validated on other sequences"
+    return settings.why_apart(settings.read(reference), settings.read(run))
 
 
 def reached(row: Any) -> str:

@@ -1,4 +1,4 @@
-"""In which settings runs differ, and whether they train the same model: what a comparison of losses has to say first."""
+"""In which settings runs differ, and whether these forbid a comparison: what a comparison of losses has to say first."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -28,22 +28,17 @@ def blocks(config: Config | None) -> str:
     return ", ".join([block for block in known if block in named] + sorted(named.difference(known)))
 
 
-def are_of_one_model(first: Config | None, other: Config | None) -> bool:
-    """Whether both have the same sizes, whatever their PC; of an unknown configuration it is taken to be so."""
+def why_apart(first: Config | None, other: Config | None) -> str:
+    """Why the losses of two configurations are not compared; "" if they are, or if one is unknown."""
     if first is None or other is None:
-        return True
-    return sizes_of(first.model) == sizes_of(other.model)
-
-
-def are_validated_alike(first: Config | None, other: Config | None) -> bool:
-    """Whether validation losses of both are over sequences of one length, as many, of folders with the same weights."""
-    if first is None or other is None:
-        return True
+        return ""
+    if sizes_of(first.model) != sizes_of(other.model):  # whatever their PC
+        return "another model"
     one, another = (
         (config.training.seq_len, config.data.validation_sequences, [*config.data.validation_folders.values()])
         for config in (first, other)
     )
-    return one == another
+    return "" if one == another else "validated on other sequences"
 
 
 def differences(runs: Sequence[RunLog]) -> list[str]:

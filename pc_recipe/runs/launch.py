@@ -251,9 +251,8 @@ def find_kill(status: int, words: str) -> str:
         status: of `run_command`.
         words: the command's output, which ends with torchrun's report if there are several ranks.
     """
-    names = {number.value: number.name for number in signal.Signals}
-    if name := names.get(status - 128):
-        return f"killed by {name}"
+    with contextlib.suppress(ValueError):  # no signal has this status
+        return f"killed by {signal.Signals(status - 128).name}"
     of_rank = (
         re.search(r"Signal \d+ \((SIG\w+)\)", words.rpartition("Root Cause")[2]) if "Root Cause" in words else None
     )

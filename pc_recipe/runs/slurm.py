@@ -146,11 +146,11 @@ def requeue_or_end(run: Run, returncode: int) -> int:
     # torchrun ends with 1 whatever its ranks' status, so the log tells a mistake from a crash
     is_mistake = returncode == MISTAKE or failure.startswith("error: ")
     attempts = 0 if is_mistake else _count_attempt(run)
-    has_stopped = state.state == "stopped" and returncode == 0
+    has_stopped = state.state == "stopped" and returncode == 0 and not is_mistake
     ended = f"stopped at step {state.step}" if has_stopped else f"ended with status {returncode}"
     if not is_mistake and attempts <= REQUEUES_WITHOUT_PROGRESS:
         return _requeue(f"{run.name}: {ended}, attempt {attempts} since the last checkpoint")
-    if has_stopped and not is_mistake:
+    if has_stopped:
         remedy = "a longer time limit, or checkpoints more often, would let it get further"
         write_failure(run.folder, f"{attempts} attempts stopped without a new checkpoint; {remedy}")
     elif state.state != "failed":

@@ -296,13 +296,13 @@ class Trainer(torchtitan.train.Trainer):
             wish = torch.tensor(self._stop_requested, dtype=torch.int)
             dist.all_reduce(wish, dist.ReduceOp.MAX, group=self.checkpointer.group)
             self._stop_agreed = bool(wish)
+        # A skipped step is never saved (`Checkpoints.save`). The next one is asked to stop, too.
         self.stopped = self._stop_agreed and not self.optimizers.skips_step
-        if self._stop_agreed and not self.stopped:  # as `Checkpoints.save`; the next step is asked to stop, too
-            self.checkpointer.call_together(self._require_data)
         if self.stopped:
             saves = "saving" if self.checkpointer.enable else "checkpoint.enable = false, so nothing is saved of"
             logger.info(f"Asked to stop: {saves} step {self.step}")
             self.checkpointer.save_and_stop(self.step)
+        if self._stop_agreed:
             self.checkpointer.call_together(self._require_data)
         return not self.stopped
 

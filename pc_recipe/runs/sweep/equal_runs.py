@@ -81,9 +81,11 @@ class EqualRuns(NamedTuple):
         reused, the first that was not started."""
         started = [run for run in self.runs if look.is_there(run.folder)]
         unfinished = [run for run in started if run_folder.read_state(run.folder).state != "finished"]
-        by_folder = {run.folder.resolve(): run for run in reversed(unfinished)}  # a link may lead to another of them
-        if by_folder or self.state == "finished":
-            return [run for run in unfinished if run in by_folder.values()]
+        if unfinished or self.state == "finished":
+            by_folder = {
+                run.folder.resolve(): run for run in reversed(unfinished)
+            }  # a link may lead to another of them
+            return [*by_folder.values()][::-1]
         return [run for run in self.runs if run not in started][:1]
 
 
