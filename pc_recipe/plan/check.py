@@ -17,7 +17,7 @@ from pc_recipe.config.schema import Data
 from pc_recipe.data.manifest import Manifest, require_different, require_same_tokenizer
 from pc_recipe.data.tokenizers import smallest_dtype
 from pc_recipe.files import look
-from pc_recipe.files.run_folder import find_newest_checkpoint
+from pc_recipe.files.run_folder import find_newest_checkpoint, find_newest_step, read_state
 from pc_recipe.plan.installed import require_compiler, require_wandb
 
 if TYPE_CHECKING:
@@ -83,7 +83,9 @@ def check_settings(config: Config) -> CheckResult:
     result.can_build = not result.errors
     _check_steps(result, config)
     _try(result, require_wandb, config)
-    if config.checkpoint.enable and find_newest_checkpoint(Path(config.job.dump_folder)):
+    if has_finished(config):
+        _check_finished(result, config)
+    elif config.checkpoint.enable and find_newest_checkpoint(Path(config.job.dump_folder)):
         _check_resume(result, config)
     elif config.checkpoint.enable:
         result.start = config.checkpoint.initial_load_path
@@ -220,6 +222,19 @@ def _check_steps(result: CheckResult, config: Config) -> None:
         return
     if config.checkpoint.last_save_model_only:
         result.warnings.append("checkpoint.last_save_model_only is true: the last checkpoint cannot be resumed")
+
+
+def has_finished(config: Config) -> bool:
+    """Whether the run in this config's folder has trained all its steps before."""
+    folder = Path(config.job.dump_folder)
+    return read_state(folder).state == "finished" and find_newest_step(folder) == config.training.steps
+
+
+def _check_finished(result: CheckResult, config: Config) -> None:
+    folder = Path(config.job.dump_folder)
+    earlier = _try(result, load_config, folder / "config.toml")
+    if earlier and (changed := run_key.differing_keys(run_key.result_key(earlier), run_key.result_key(config))):
+        result.add_error(f"{folder} has finished with another {', '.join(changed)}; give another --job.dump_folder")
 
 
 def _check_resume(result: CheckResult, config: Config) -> None:

@@ -14,7 +14,7 @@ from pc_recipe.files import look
 def require_wandb(config: Config) -> None:
     """Raise a `UserError` if the package is missing, without which TorchTitan would train and log nothing there."""
     if config.metrics.enable_wandb and find_spec("wandb") is None:
-        raise UserError("metrics.enable_wandb = true needs the package: pip install '.[wandb]', or use false")
+        raise UserError("metrics.enable_wandb = true needs the package: pip install wandb, or use false")
 
 
 def require_compiler(config: Config) -> None:

@@ -6,13 +6,12 @@ import sys
 from pathlib import Path
 
 from pc.errors import UserError, exit_on_user_error
-from pc_recipe.config import Config, load_config, run_key
+from pc_recipe.config import Config, load_config
 from pc_recipe.config.command_line import parse_with_overrides
 from pc_recipe.config.schema import Data
 from pc_recipe.files import look
 from pc_recipe.files.lock import is_locked, lock
-from pc_recipe.files.run_folder import find_newest_step, read_state
-from pc_recipe.plan.check import check_data, check_layout, check_on_ranks, check_settings
+from pc_recipe.plan.check import check_data, check_layout, check_on_ranks, check_settings, has_finished
 from pc_recipe.runs import launch
 from pc_recipe.runs.nodes import Nodes, find_gloo_interface
 from pc_recipe.runs.outcome import describe_outcome
@@ -36,7 +35,7 @@ def main() -> None:
         check_layout(report, requested * nodes.count)
     report.raise_errors()
     folder = Path(config.job.dump_folder)
-    if is_finished(config, folder):
+    if has_finished(config):
         print(
             f"{folder} has finished before. To train on, raise training.steps; to train anew, give another "
             f"--job.dump_folder.\n{describe_outcome(folder)}"
@@ -78,20 +77,6 @@ def main() -> None:
         if reason.startswith("error: "):
             sys.exit(2)
     sys.exit(status)
-
-
-def is_finished(config: Config, folder: Path) -> bool:
-    """Whether this run has trained all its steps before.
-
-    Raises:
-        UserError: another run has, in its folder.
-    """
-    if read_state(folder).state != "finished" or find_newest_step(folder) != config.training.steps:
-        return False
-    earlier = load_config(folder / "config.toml")
-    if changed := run_key.differing_keys(run_key.result_key(earlier), run_key.result_key(config)):
-        raise UserError(f"{folder} has finished with another {', '.join(changed)}; give another --job.dump_folder")
-    return True
 
 
 def fetch_demo_data(config: Config) -> None:

@@ -115,6 +115,7 @@ def run_task(run: Run) -> int:
         host = os.environ["SLURM_LAUNCH_NODE_IPADDR"]
         nodes = replace(nodes, master_addr=host, master_port=int(os.environ["MASTER_PORT"]))
         network_here = find_gloo_interface(host if nodes.rank else _find_last_host())
+    check_settings(run.resolved).raise_errors()  # sbatch may have been called by hand
     config = micro_batch.choose(run.resolved, processes * nodes.count)
     command, environment = launch.build_command(config, processes, nodes, under_torchrun=True)
     return launch.run_command(command, network_here | environment, locks, under_slurm=True)

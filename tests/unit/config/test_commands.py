@@ -8,6 +8,7 @@ from helpers.tiny import ROOT
 from helpers.torchless import launch, run_without_torch
 from pc_recipe.config import load_config
 from pc_recipe.files.lock import lock
+from pc_recipe.files.run_folder import write_state
 from pc_recipe.plan.check import check_settings
 
 TAKE_OVERRIDES = ("cost.py", "dry_run.py", "submit.py")
@@ -52,6 +53,23 @@ def make_begun(folder):
     (folder / "checkpoint" / "step-3").mkdir(parents=True)
     (folder / "checkpoint" / "step-3" / ".metadata").touch()
     (folder / "config.toml").write_text('[model]\nflavor = "debug"\n[pc]\nenable = true\n')
+
+
+@pytest.mark.parametrize(
+    "words, errors",
+    [
+        ("--optimizer.lr=1e-4", ["{} has finished with another optimizer.lr; give another --job.dump_folder"]),
+        ("--metrics.log_freq=7", []),
+        ("--training.steps=4", []),  # it is trained on
+    ],
+)
+def test_a_finished_run_has_no_other_settings(tmp_path, words, errors):
+    make_begun(tmp_path)
+    write_state(tmp_path, "finished", 3, 3)
+    with (tmp_path / "config.toml").open("a") as file:
+        file.write("[training]\nsteps = 3\n[lr_scheduler]\nwarmup_steps = 1\n")
+    config = load_config(tmp_path / "config.toml", [f"--job.dump_folder={tmp_path}", words])
+    assert check_settings(config).errors == [error.format(tmp_path) for error in errors]
 
 
 def test_another_model_is_refused_before_torch_is_imported(tmp_path):

@@ -196,7 +196,7 @@ def test_wandb_is_missed_before_training(command, tiny_config):
     """TorchTitan would log an error at the top and train on."""
     status, _, err = command("pc_recipe.runs.local", tiny_config[0], "--metrics.enable_wandb")
     assert status == 2 and err == (
-        "error: metrics.enable_wandb = true needs the package: pip install '.[wandb]', or use false\n"
+        "error: metrics.enable_wandb = true needs the package: pip install wandb, or use false\n"
     )
 
 
