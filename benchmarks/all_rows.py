@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # a fresh clone need not be installed
 # ruff: noqa: E402
 
-from pc.errors import exit_on_user_error
+from pc.errors import UserError, exit_on_user_error
 from pc_recipe.files import markdown
 from pc_recipe.files.atomic import write_atomically
 from rows import table
@@ -130,8 +130,12 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error("torch sees no GPU here; --tiny runs everything with tiny shapes on a CPU")
     output = chosen.output.resolve()
     file = output / "all_rows.json"
-    state: dict[str, str] = json.loads(file.read_text())["state"] if file.exists() else {}
-    for key, value in machine().items():
+    here = machine() | {"shapes": "tiny" if chosen.tiny else "those of the rows"}
+    before = json.loads(file.read_text()) if file.exists() else {"machine": here, "state": {}}
+    if before["machine"] != here:
+        raise UserError(f"{output} has figures of {before['machine']}; give another --output")
+    state: dict[str, str] = before["state"]
+    for key, value in here.items():
         print(f"{key}: {value}")
     for task in tasks(output, chosen.tiny):
         left = started + 60 * chosen.minutes - time.monotonic()
@@ -144,10 +148,11 @@ def main(arguments: list[str] | None = None) -> None:
         begun = time.monotonic()
         state[task.name] = run(task, min(left, task.seconds), output / "logs" / f"{task.name}.log", chosen.tiny)
         print(f"{task.name}: {state[task.name]} after {time.monotonic() - begun:.0f} s", flush=True)
-        write_atomically(file, json.dumps({"machine": machine(), "state": state}, indent=1) + "\n")
+        write_atomically(file, json.dumps({"machine": here, "state": state}, indent=1) + "\n")
         write_atomically(output / "README.md", report(output, state, chosen.tiny))
     print(report(output, state, chosen.tiny))
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that `run` ends what it started
     main()

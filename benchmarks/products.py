@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+from pc.errors import UserError, exit_on_user_error
 from pc.method import Method
 from pc.owner import assign
 from pc.preconditioner import KEPT_BYTES
@@ -46,7 +47,10 @@ def method_of(checkout: Path, **settings) -> Method:
     ours = {name: sys.modules.pop(name) for name in [*sys.modules] if name.split(".")[0] == "pc"}
     sys.path.insert(0, str(checkout))
     try:
-        config = import_module("pc.config").PCConfig(**settings)
+        package = import_module("pc.config")
+        if not Path(package.__file__).is_relative_to(checkout.resolve()):
+            raise UserError(f"--against: no pc in {checkout}")
+        config = package.PCConfig(**settings)
         return import_module("pc.method").method_of(config)
     finally:
         sys.path.remove(str(checkout))
@@ -128,6 +132,7 @@ def count_on_ranks(method: Method, run_cost: RunCost, ranks: int) -> list[float]
     return [flops, operations, size / 2**30, kept / 2**20]
 
 
+@exit_on_user_error
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--flavor", default="1B", help="model size (default: 1B)")

@@ -196,12 +196,13 @@ def digest(folder: Path) -> str:
 
 
 def _by_kind(file: Path) -> dict[tuple, list[tuple[dict, Config]]]:
-    """The runs of a runs.jsonl by study, shape, optimizer (unless variants name it) and number of steps."""
+    """The runs of a runs.jsonl by study, model, what is validated, optimizer (unless variants name it) and number of steps."""
     groups: dict[tuple, list[tuple[dict, Config]]] = {}
     for line in read_json_lines(file):
         config = Config.model_validate(line["resolved"], extra="ignore")  # written by any version
         optimizer = "" if line.get("variant") else config.optimizer.name
-        kind = shape_of(config.model), optimizer, config.training.steps
+        sequences = config.model.vocab_size, config.training.seq_len, config.data.validation_sequences
+        kind = shape_of(config.model), *sequences, optimizer, config.training.steps
         groups.setdefault((line["study"], *kind), []).append((line, config))
     return groups
 
@@ -257,6 +258,8 @@ def _chosen(arm: pd.DataFrame, plan: Preregistration) -> pd.DataFrame:
     if losses[seeds].dropna().empty:
         seeds = [losses.count().idxmax()]
     best = losses[seeds].mean(axis=1, skipna=False).idxmin()
-    chose = ~arm.seed.isin(plan.test_seeds) if plan.test_seeds else arm.seed.isin(seeds) & (len(losses) > 1)
+    chose = arm.seed.isin(seeds) & (len(losses) > 1)  # even if the plan tests it
+    if plan.test_seeds:
+        chose |= ~arm.seed.isin(plan.test_seeds)
     arm = arm.assign(best=arm.rate == best, chose=chose)
     return arm.sort_values(["rate", "chose", "seed"], ascending=[True, False, True])

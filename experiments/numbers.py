@@ -11,6 +11,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 from scipy import stats
 
@@ -97,6 +98,7 @@ def _logs(experiment: Experiment, arm: str) -> pd.Series:
     runs = experiment.runs
     tested = without_tuning_seeds(runs[runs.best & (runs.arm == arm)])
     assert len(tested), f"{experiment.name} has no arm {arm}"
+    assert np.isfinite(tested.loss).all(), f"{experiment.name}: a run of {arm} diverged, so no number stands for it"
     return tested.set_index("seed").log
 
 

@@ -34,7 +34,8 @@ differences and times fewer tokens are computed per seed. The learning rate of a
 seeds, or else its first seed; the results are those of the other seeds, if there are any. Interval: 95 %, of the mean difference, by Student's t. Verdict: *better* or
 *worse* if it does not contain 0; *no difference* if it lies inside ±{margin}; else *undecided*. "After" n tokens are the
 differences then, with the number of seeds in brackets if not all were validated. A run whose final loss is not a number
-diverged: it counts as infinite, and the plots leave it out.
+diverged: it counts as infinite, and the plots leave it out. The condition number of PC blocks, their norm and step are of
+an arm's own `pc.blocks`: arms with other blocks cannot be compared there.
 """
 
 
@@ -75,11 +76,17 @@ def regime_table(experiments: Sequence[Experiment]) -> str:
         # the rate rises linearly in the warm-up and then falls along a curve that is symmetric about its middle
         mean = warm_up / 2 + (1 - warm_up) * (1 + config.lr_scheduler.min_lr_factor) / 2
         decay = config.optimizer.weight_decay * (1 if config.optimizer.independent_decay else run.rate) * mean * steps
+        if (
+            config.lr_scheduler.decay_ratio
+            or config.lr_scheduler.total_steps
+            or config.lr_scheduler.decay_type == "sqrt"
+        ):
+            decay = math.nan  # of another form
         std = config.model.init_std * math.sqrt(shape_of(config.model).dim)
         condition = curve(run.log, CONDITION[0])
         ends = "-" if condition.empty else f"{condition.iloc[0]:.1f} to {condition.iloc[-1]:.1f}"
         sizes = [f"{one.parameters:,}", f"{one.tokens_per_parameter:.3g}", f"{steps:,}"]
-        rows.append([one.name, *sizes, f"{warm_up:.1%}", f"{decay:.2f}", f"{std:.2f}", ends])
+        rows.append([one.name, *sizes, f"{warm_up:.1%}", _cell(decay, ".2f"), f"{std:.2f}", ends])
     return markdown.table([*header.split("|"), "condition number of the reference, start to end"], rows)
 
 
@@ -248,6 +255,7 @@ def _draw_bands(axes, one: Experiment, colors: dict[str, str], arms: dict[str, l
     ends = {}
     for arm, curves_of_seeds in arms.items():
         values = pd.concat(curves_of_seeds, axis=1)
+        values = values[values.count(axis=1) == values.shape[1]]  # not where some curves have ended
         mean, n = _late(values.mean(axis=1), one), values.shape[1]
         if mean.empty:
             continue
@@ -281,14 +289,12 @@ def _draw_rates(axes, one: Experiment, colors: dict[str, str]) -> None:
     axes.xaxis.set_major_formatter("{x:g}")
     axes.set_xlabel("rate / the arm's best")
     axes.set_ylabel("final loss (nats)")
-    for name, arm in one.runs[np.isfinite(one.runs.loss)].groupby("arm", sort=False):
+    for name, arm in one.runs.groupby("arm", sort=False):
         counts = arm.seed.value_counts()
-        tuning = arm[arm.seed.isin(counts[counts == counts.max()].index)]
-        losses = tuning.groupby("rate").loss
-        at = losses.mean().index / arm.rate[arm.best].iloc[0]
-        axes.errorbar(
-            at, losses.mean(), losses.sem(), fmt="o-", color=colors[name], markersize=3, linewidth=1, capsize=2
-        )
+        losses = arm[arm.seed.isin(counts[counts == counts.max()].index)].groupby("rate").loss
+        mean = losses.mean()[np.isfinite]  # without rates at which a run diverged
+        at, error = mean.index / arm.rate[arm.best].iloc[0], losses.sem()[mean.index]
+        axes.errorbar(at, mean, error, fmt="o-", color=colors[name], markersize=3, linewidth=1, capsize=2)
 
 
 def _draw_finals(axes, pairs: dict[str, pd.DataFrame], colors: dict[str, str]) -> None:

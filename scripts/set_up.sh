@@ -82,8 +82,11 @@ sys.exit(not (2, 11) <= tuple(map(int, version("torch").split(".")[:2])) < (2, 1
 }
 
 set_up() {
+    exec 9<"$ROOT/scripts"
+    flock 9 2>/dev/null || true  # another start may be installing; some file systems have no locks
     make_environment_if_needed
     is_installed || install_project
+    exec 9<&-
 }
 
 EXTRA=${EXTRA:-[recipe]}

@@ -53,8 +53,12 @@ def main() -> None:
     runs = read(arguments.folders)
     arms = tomllib.loads(Path("experiments/verdict/sweeps/arms.toml").read_text())["arms"]
     for (config, arm), of_arm in runs.groupby(["config", "arm"], sort=False):
-        means = of_arm.pivot(index="rate", columns="seed", values="loss").mean(axis=1, skipna=False).dropna()
+        losses = of_arm.pivot(index="rate", columns="seed", values="loss").reindex(columns=SEEDS)
+        means = losses.mean(axis=1, skipna=False)
         print(f"{arm}: " + ", ".join(f"{rate:.4g} {loss:.4f}" for rate, loss in means.items()))
+        if means.isna().any():
+            print("  not chosen: a rate lacks a seed; finish the sweeps of tuning first")
+            continue
         rates = of_arm[of_arm.rate == means.idxmin()].rates.iloc[0]
         if (beyond := next_rate(means)) is None:
             arms[arm] |= rates

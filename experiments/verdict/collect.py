@@ -37,7 +37,7 @@ def main() -> None:
     rows = [json.loads(line) for line in (FOLDER / "runs.jsonl").read_text().splitlines()]
     for row in rows:
         run = Path(row["resolved"]["job"]["dump_folder"])
-        if (run / LOG).exists():  # not of a row from another machine
+        if row["study"] == arguments.study and (run / LOG).exists():  # another study may have trained in its folder
             row["matrices"] = matrices_of(run)
     write_atomically(FOLDER / "runs.jsonl", "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows))
     print(f"{FOLDER / 'runs.jsonl'}: {count} runs of {arguments.study}")

@@ -8,15 +8,25 @@ shift
 cd "$(dirname "$0")/../.."
 export OMP_NUM_THREADS=1
 children=()
-trap 'kill -TERM "${children[@]}"' TERM INT
+stop() {
+    stopped=yes
+    kill -TERM "${children[@]}" 2>/dev/null
+}
+trap stop TERM INT
 for ((i = 0; i < number; i++)); do
+    [[ -z ${stopped:-} ]] || break
     nice -n 19 "${PYTHON:-python}" scripts/sweep.py run "$@" &
     children+=($!)
     sleep 5
 done
-while true; do
-    wait
+worst=0
+for child in "${children[@]}"; do
+    wait "$child"
     status=$?
-    [[ $status -le 128 ]] && break  # a signal came: the trap has handed it on
+    while kill -0 "$child" 2>/dev/null; do  # a signal came, which `stop` has handed on
+        wait "$child"
+        status=$?
+    done
+    ((status <= worst)) || worst=$status
 done
-exit $status
+exit $worst

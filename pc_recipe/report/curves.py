@@ -14,6 +14,8 @@ from pc_recipe.files.run_folder import read_environment, read_state
 from pc_recipe.files.run_log import VALIDATION, RunLog
 from pc_recipe.report import settings
 
+FINISHED = "finished", "waiting"
+"""States of a run that has all its steps, as far as is known: "waiting" has no status.json."""
 _REMEDY = "turn validation on with [validation] enable = true and a freq below the number of steps"
 
 
@@ -35,13 +37,14 @@ def speedup(reference: pd.Series, curve: pd.Series) -> float:
     """How many times fewer tokens a run needs than the reference, by their validation losses by tokens.
 
     Above 1: the run reached the reference's final loss with so many times fewer tokens. Below 1: it never did, and the
-    reference reached the run's final loss with this fraction of the run's tokens. NaN: neither happened; the run may
-    only have ended early.
+    reference reached the run's final loss with this fraction of the run's tokens. Each is measured where it first had the
+    loss, since a loss may rise again. NaN: neither happened; the run may only have ended early.
     """
-    reached = tokens_to_reach(curve, reference.iloc[-1])
+    final, end = reference.iloc[-1], curve.iloc[-1]
+    reached = tokens_to_reach(curve, final)
     if not math.isnan(reached):
-        return reference.index[-1] / reached
-    fraction = tokens_to_reach(reference, curve.iloc[-1]) / curve.index[-1]
+        return tokens_to_reach(reference, final) / reached
+    fraction = tokens_to_reach(reference, end) / tokens_to_reach(curve, end)
     return fraction if fraction < 1 else math.nan
 
 
@@ -58,9 +61,7 @@ def compare(runs: Sequence[RunLog]) -> pd.DataFrame:
     for run, curve in zip(runs, curves, strict=True):
         row = {"name": run.name, "steps": run.series(VALIDATION).index[-1], "tokens": curve.index[-1]}
         row |= {"final_loss": curve.iloc[-1], "difference": curve.iloc[-1] - final}
-        # the reference may have had its final loss before, but the others are measured at its end
-        row["reached_at_tokens"] = float(row["tokens"]) if run is runs[0] else tokens_to_reach(curve, final)
-        row["speedup"] = 1.0 if run is runs[0] else speedup(curves[0], curve)
+        row |= {"reached_at_tokens": tokens_to_reach(curve, final), "speedup": speedup(curves[0], curve)}
         row["apart"] = "" if run is runs[0] else _why_apart(runs[0], run)
         if row["apart"]:
             row |= dict.fromkeys(("difference", "reached_at_tokens", "speedup"), math.nan)
@@ -72,7 +73,7 @@ def _why_apart(reference: RunLog, run: RunLog) -> str:
     """Why the final losses of two runs are not compared; "" if they are."""
     for one in (run, reference):
         state = read_state(one.file.parent).state
-        if state not in ("finished", "waiting"):  # the latter has no status.json
+        if state not in FINISHED:
             return f"{one.name} has not finished ({state})"
     return settings.why_apart(settings.read(reference), settings.read(run))
 

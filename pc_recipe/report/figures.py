@@ -12,7 +12,7 @@ from pc.report.read import of_tensors
 from pc.report.terminal import announce_and_watch
 from pc_recipe.files.plots import label_tokens, legend_below, save, subplots
 from pc_recipe.files.run_log import RunLog, read_logs
-from pc_recipe.report import spectra
+from pc_recipe.report import settings, spectra
 
 _GMCN = {"pc": "PC blocks", "qkv": r"$W_\mathrm{Q}, W_\mathrm{K}, W_\mathrm{V}$", "all": "all"}
 
@@ -53,7 +53,8 @@ def plot_gmcn(runs: Sequence[RunLog], output: Path) -> Path:
         for i, run in enumerate(runs):
             curve = run.series(f"spectra/gmcn/{group}", "tokens", "set [diagnostics] spectra_freq above 0")
             axes.plot(curve.index, curve, marker=".", color=f"C{i}", label=run.name)
-        axes.set_title(title)
+        apart = group == "pc" and len({settings.blocks(settings.read(run)) for run in runs}) > 1
+        axes.set_title(title + " (not the same ones)" * apart)
         label_tokens(axes)
         axes.xaxis.set_major_locator(MaxNLocator(4))
         axes.set_ylabel(r"$\tilde\kappa$")

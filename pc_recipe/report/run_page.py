@@ -52,6 +52,10 @@ class _Shown:
     """Singular values of the drawn matrix; None without a checkpoint."""
     text: str
 
+    @property
+    def described(self) -> str:
+        return f"{self.name}: {self.headline}" + ("" if self.state in curves.FINISHED else f", {self.state}")
+
     def last(self, key: str) -> float:
         """NaN if it was never logged."""
         series = self.log.series(key)
@@ -91,7 +95,7 @@ def write(paths: Sequence[Path], output: Path, sweeps: Sequence[Path] = ()) -> s
     parts = [
         f"<h1>{escape(title)}</h1>",
         *(f"<p class=head>{escape(line)}</p>" for line in verdicts[1:]),
-        "<p class=advice>" + "<br>".join(escape(f"{run.name}: {run.headline}") for run in runs) + "</p>",
+        "<p class=advice>" + "<br>".join(escape(run.described) for run in runs) + "</p>",
         *_losses(logs, rows),
         *_conditioning(runs),
         *_text(runs),
@@ -105,7 +109,7 @@ def write(paths: Sequence[Path], output: Path, sweeps: Sequence[Path] = ()) -> s
     ]
     html.write(html.document(title, parts), output)
     _draw_picture(title, runs, rows, output.with_suffix(""))
-    lines = [f"{run.name}: {run.headline}. {_figures(run)}" for run in runs]
+    lines = [f"{run.described}. {_figures(run)}" for run in runs]
     texts = ", ".join(f"{run.name}: {shorten(run.text, 60)}" for run in runs)
     keys = ", ".join(line.partition(":")[0] for line in differ) or "no setting"
     last = f"They differ in {keys}. " * (len(runs) > 1) + f"One seed each: {output} says what that does not show."
@@ -140,8 +144,8 @@ def _verdict(rows: pd.DataFrame, i: int) -> str:
     side = "below" if row.difference < 0 else "above"
     sentence = f"{row['name']} ends {abs(row.difference):.3f} nats per token {side} {reference['name']}"
     if row.speedup > 1:
-        reached = f"{short_tokens(row.reached_at_tokens)} of {short_tokens(reference.tokens)} tokens"
-        return f"{sentence}, whose final loss it reaches after {reached} ({1 - row.reached_at_tokens / reference.tokens:.0%} saved)"
+        reached = f"{short_tokens(row.reached_at_tokens)} of {short_tokens(reference.reached_at_tokens)} tokens"
+        return f"{sentence}, whose final loss it reaches after {reached} ({1 - 1 / row.speedup:.0%} saved)"
     if math.isnan(row.speedup):
         return f"{sentence}, after {short_tokens(row.tokens)} of {short_tokens(reference.tokens)} tokens"
     return f"{sentence}: it saves no tokens here"
@@ -152,7 +156,7 @@ def _figures(run: _Shown) -> str:
     found = [f"Validation loss {run.last(VALIDATION):.3f}"]
     found += [f"condition number {condition:.1f}"] if math.isfinite(condition) else []
     found += [f"{_duration(run.seconds)} of steps"] if run.seconds else []
-    return ", ".join(found) + ("" if run.state == "finished" else f", {run.state}")
+    return ", ".join(found)
 
 
 def _duration(seconds: float) -> str:

@@ -7,7 +7,7 @@ from pc.blocks import BLOCK_GROUPS
 from pc.errors import UserError
 from pc_recipe.config import Config, load_config, run_key
 from pc_recipe.config.model_sizes import sizes_of
-from pc_recipe.files.run_folder import read_environment
+from pc_recipe.files.run_folder import list_configs, read_environment
 from pc_recipe.files.run_log import RunLog
 
 
@@ -42,7 +42,8 @@ def why_apart(first: Config | None, other: Config | None) -> str:
 
 
 def differences(runs: Sequence[RunLog]) -> list[str]:
-    """Such as "optimizer.lr: 0.001 in baseline, 0.002 in pc" for each setting that decides a result."""
+    """Such as "optimizer.lr: 0.001 in baseline, 0.002 in pc" for each setting that decides a result; and what was trained by
+    other code, or in parts with other settings."""
     known = {run.name: config for run in runs if (config := read(run)) is not None}
     ranks = {run.name: read_environment(run.file.parent).get("world_size") for run in runs}
     keys = {name: run_key.result_key(config, ranks[name], data={}) for name, config in known.items()}
@@ -53,11 +54,20 @@ def differences(runs: Sequence[RunLog]) -> list[str]:
     values = {name: run_key.all_values(config) for name, config in known.items()}
     for name, shown in values.items():  # -1 is as many as there are ranks
         shown[run_key.BATCH] = keys[name].get(run_key.BATCH, shown[run_key.BATCH])
-    unknown = [run.name for run in runs if run.name not in known]
-    return [
+    lines = [
         f"{key}: {', '.join(f'{values[name].get(key)} in {name}' for name in names)}"
         for key, names in differing.items()
-    ] + ([f"unknown settings: no configuration of {', '.join(unknown)} can be read"] if unknown else [])
+    ]
+    environments = {run.name: read_environment(run.file.parent) for run in runs}
+    codes = [environment["code"] for environment in environments.values() if "code" in environment]
+    if any(code != codes[0] for code in codes):
+        commits = ", ".join(f"{of_run.get('commit')} in {name}" for name, of_run in environments.items())
+        lines.append(f"code, torch or TorchTitan: commits {commits}")
+    for run in runs:
+        if earlier := list_configs(run.file.parent)[1:]:
+            lines.append(f"settings of earlier parts of {run.name}: {', '.join(file.name for file in earlier)}")
+    unknown = [run.name for run in runs if run.name not in known]
+    return lines + ([f"unknown settings: no configuration of {', '.join(unknown)} can be read"] if unknown else [])
 
 
 def _differing(keys: dict[str, dict[str, Any]]) -> list[str]:

@@ -92,6 +92,10 @@ def test_all_rows_goes_on_where_it_stopped(step, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(all_rows, "tasks", lambda output, tiny: [task("new", "")])
     all_rows.main([*words[:1], "--minutes", "0.1", *words[3:]])  # too little time to start anything
     assert "new" not in ran.read_text() and "repeat the command" in capsys.readouterr().out
+    monkeypatch.setattr(all_rows, "machine", lambda: {"hardware": "another"})
+    with pytest.raises(SystemExit, match="2"):
+        all_rows.main(words)
+    assert "give another --output" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("gib, halved", [(78, {"pc", "stock", "muon", "dtype", "checkpointing"}), (139, set())])
@@ -124,6 +128,8 @@ def test_passes_beside_another_checkout_and_by_precision(step, monkeypatch, caps
     words = "--flavor tiny --precisions float32 --ranks 1 16 --against".split()
     alone, alone_now, many, many_now = table(products, *words, str(ROOT))
     assert alone_now[2:] == alone[2:] and many_now[2:] == many[2:]  # the same code
+    with pytest.raises(SystemExit):  # and not the one that is installed
+        table(products, *words, str(ROOT / "tests"))
     assert float(alone[2]) > float(many[2]) > 0 and float(alone[5]) > float(many[5]) > 0  # FLOPs, MiB kept
     rows = {row[1]: [float(cell) for cell in row[2:]] for row in table(precision, "--width", "32", "--levels", "4")}
     assert all(4 * one < other for one, other in zip(rows["float32"], rows["tf32"], strict=True))

@@ -1,6 +1,8 @@
 """The arms of experiments/verdict: what they make of singular values, norms and steps, and that a resume is exact."""
 
 import json
+import os
+import subprocess
 import tomllib
 from pathlib import Path
 
@@ -53,13 +55,14 @@ def own(watched):
     return str(file)
 
 
-def test_a_rate_is_chosen_once_a_worse_one_is_on_both_sides(tmp_path, monkeypatch):
-    """Of the baseline; of Muon the best is an end of its grid, and one rate lacks a seed."""
+def test_a_rate_is_chosen_once_a_worse_one_is_on_both_sides(tmp_path, monkeypatch, capsys):
+    """Of the baseline; of Muon the best is an end of its grid, and with level 2 a rate lacks a seed."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "experiments").symlink_to(tiny.ROOT / "experiments")
     losses = {
         "baseline": {0.008: [1.50, 1.48], 0.01131: [1.48, 1.49], 0.016: [1.47, None]},
-        "muon": {0.032: [1.43, 1.43], 0.04525: [1.42, 1.42], 0.064: [1.41]},
+        "muon": {0.032: [1.43, 1.43], 0.04525: [1.42, 1.42]},
+        "muon-level-2": {0.032: [1.43, 1.43], 0.04525: [1.41], 0.064: [1.42, 1.42], 0.0905: [1.45, 1.45]},
     }
     lines = [
         {
@@ -78,10 +81,19 @@ def test_a_rate_is_chosen_once_a_worse_one_is_on_both_sides(tmp_path, monkeypatc
     choose.main()
     arms = tomllib.loads(Path("outputs/verdict/rates.toml").read_text())["arms"]
     assert arms["baseline"] == {"pc.enable": False, "optimizer.lr": 0.01131}
-    assert "optimizer.lr" not in arms["muon"]
+    assert "optimizer.lr" not in arms["muon"] | arms["muon-level-2"]
+    assert "not chosen: a rate lacks a seed" in capsys.readouterr().out
     [more] = Path("outputs/verdict").glob("verdict_more_*")
     sweep = tomllib.loads(more.read_text())
     assert sweep["variants"] == {"muon": {"optimizer.lr": 0.06399}} and sweep["seeds"] == [1, 2]
+
+
+def test_the_runner_ends_with_its_commands_status(tmp_path):
+    """So that the next command of a line does not begin."""
+    (tmp_path / "python").write_text("#!/bin/sh\nexit 2\n")
+    (tmp_path / "python").chmod(0o755)
+    command = [tiny.ROOT / "experiments" / "verdict" / "run.sh", "1", "a.toml"]
+    assert subprocess.run(command, env=os.environ | {"PYTHON": str(tmp_path / "python")}).returncode == 2
 
 
 def largest_difference(one: dict, other: dict) -> float:

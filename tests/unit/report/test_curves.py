@@ -45,7 +45,9 @@ def test_speedup_both_ways_and_neither(tmp_path):
     assert rows.difference.tolist() == [0, -0.5, 1.0]
     page = page_of([tmp_path / name for name in ("reference", "better", "worse")])
     assert "1.50x" in page and "never" in page and "different numbers of tokens" not in page
-    _compare(tmp_path, short=[4.0, 2.9])
+    again = _compare(tmp_path, reference=[3.0, 1.8, 2.2], other=[3.0, 1.8, 2.2])  # each first had its end's loss before
+    assert again.speedup.tolist() == [1.0, 1.0]
+    _compare(tmp_path, reference=[5.0, 4.0, 3.0], short=[4.0, 2.9])
     assert "different numbers of tokens" in page_of([tmp_path / "reference", tmp_path / "short"])
 
 

@@ -195,6 +195,22 @@ def test_only_planned_seeds_are_tested(tmp_path):
     assert "| pc on | **0.002** | 0, 1 | 3.9500" in text
 
 
+def test_a_seed_that_chose_a_rate_is_not_tested(tmp_path):
+    """Though the plan names it for the test, and forgets to name it for tuning."""
+    evidence.collect([_sweep(tmp_path / "sweep", LOSSES)], "study", tmp_path / "kept")
+    (tmp_path / "kept" / "plan.toml").write_text("test_seeds = [0, 1, 2]")
+    (experiment,) = evidence.read_experiments(tmp_path / "kept")
+    assert experiment.runs.seed[experiment.runs.chose].unique().tolist() == [0]
+
+
+def test_models_with_other_vocabularies_are_two_experiments(tmp_path):
+    for name, size in (("one", 512), ("two", 513)):
+        for config in _sweep(tmp_path / name, LOSSES).rglob("config.toml"):
+            config.write_text(config.read_text().replace("vocab_size = 512", f"vocab_size = {size}"))
+    evidence.collect([tmp_path / "one", tmp_path / "two"], "study", tmp_path / "kept")
+    assert len(evidence.read_experiments(tmp_path / "kept")) == 2
+
+
 def test_a_run_that_two_sweeps_list_is_of_one_arm(tmp_path):
     """The second sweep varies the level, which the first leaves at its default, and has a link to the first's run."""
     rates = _sweep(tmp_path / "rates", LOSSES)

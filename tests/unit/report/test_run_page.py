@@ -46,6 +46,28 @@ def test_page_and_lines_say_the_same(tmp_path):
     assert len(page) < 1e6 and "<script" not in page and not re.search(r"(src|href)=.?http", page)
 
 
+def test_other_code_and_earlier_settings_are_differences(tmp_path):
+    """A run whose rate was changed at a resume is not one of its last rate."""
+    paths = runs(tmp_path)
+    for path, torch in zip(paths, ("2.12.0", "2.13.0"), strict=True):
+        (path / "environment.json").write_text(json.dumps({"commit": torch[2:4], "code": {"torch": torch}}))
+    (paths[1] / "config.1.toml").write_text("[optimizer]\nlr = 0.5\n")
+    run_page.write(paths, tmp_path / "report.html")
+    listed = re.findall("<li>(.*?)</li>", (tmp_path / "report.html").read_text().partition("<h2>More")[0])
+    assert listed == [
+        "code, torch or TorchTitan: commits 12 in baseline, 13 in pc",
+        "settings of earlier parts of pc: config.1.toml",
+    ]
+
+
+def test_a_run_that_has_not_finished_is_called_so(tmp_path):
+    """Also where it is alone, and nothing is compared."""
+    path = write_run(tmp_path / "run", validations((5.0, 4.0)), "stopped")
+    said = run_page.write([path], tmp_path / "report.html")
+    assert "run: its configuration is not known, stopped. " in said
+    assert "its configuration is not known, stopped</p>" in (tmp_path / "report.html").read_text()
+
+
 @pytest.mark.parametrize(
     "losses, sentence",
     [
