@@ -26,7 +26,18 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import pc
 from helpers.ranks import run_ranks
-from helpers.toy import InGraph, Loop, ToyBlock, require_near, require_pc, toy_batch, toy_model, whole
+from helpers.toy import (
+    InGraph,
+    Loop,
+    ToyBlock,
+    expected_pc,
+    require_near,
+    require_pc,
+    toy_batch,
+    toy_loss,
+    toy_model,
+    whole,
+)
 from pc import PCConfig, UserError
 from pc.layer import PCLinear, put_in_graph
 from pc.splits import WeightSplit
@@ -190,7 +201,7 @@ def _on_ranks(rank, wrap, step):
     return train(loop, STEPS[step], rank, dist.get_world_size())
 
 
-@pytest.mark.parametrize("wrap, step", CASES, ids=", ".join)
+@pytest.mark.parametrize("wrap, step", CASES, ids=[", ".join(case) for case in CASES])
 def test_ranks_train_as_one_process_does(wrap, step):
     in_one = {"synchronised once": accumulate}.get(step, STEPS[step])
     expected = train(Loop(make_of(step), **SETTINGS), in_one)
@@ -308,6 +319,48 @@ def _fsdp1(rank):
 
 def test_fsdp1_is_refused():
     run_ranks(1, _fsdp1)
+
+
+# --- FSDP2's gathered and empty shards
+
+
+def _written_while_gathered(rank):
+    """Whether each layer has PC(W), where a forward pass had left FSDP holding gathered weights."""
+    mesh = init_device_mesh("cpu", (2,))
+    model = fully_shard(pc.attach(toy_model(), CONFIG), mesh=mesh, reshard_after_forward=False)
+    preconditioner = pc.precondition(model)
+    with torch.no_grad():
+        model(toy_batch(0))
+        for weight in preconditioner.weights.values():
+            weight.orig.mul_(2.0)
+    preconditioner.write_pc()
+    parameters, expected = dict(model.named_parameters()), expected_pc(preconditioner)
+    return [(whole(parameters[f"{name}.weight"]) - expected[name]).abs().max() < 1e-12 for name in expected]
+
+
+@pytest.mark.fast
+def test_pc_replaces_gathered_weights():
+    for same in run_ranks(2, _written_while_gathered):
+        assert same and all(same)
+
+
+def _more_ranks_than_rows(rank):
+    model = sharded(pc.attach(toy_model(d=2, f=3), CONFIG))
+    preconditioner = pc.precondition(model)
+    toy_loss(model, toy_batch(0, d=2)).backward()
+    preconditioner.pull_back()
+    return {name: [whole(w.orig.grad), whole(w.gamma.grad)] for name, w in preconditioner.weights.items()}
+
+
+@pytest.mark.fast
+def test_empty_shards():
+    """Seven of ten tensors have no rows on some of four ranks; gamma is on one only."""
+    model = toy_model(d=2, f=3)
+    layers = put_in_graph(model, CONFIG)
+    toy_loss(model, toy_batch(0, d=2)).backward()
+    expected = {name: [layer.weight.grad, layer.gamma.grad] for name, layer in layers.items()}
+    for found in run_ranks(4, _more_ranks_than_rows):
+        require_near(found, expected)
 
 
 # --- states
