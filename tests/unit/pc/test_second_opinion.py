@@ -81,7 +81,7 @@ def test_a_block_that_u_has_forgotten(dtype):
 
 
 def test_whatever_w_is():
-    """Zero, one entry, rank one, one row: bounded and finite, and a zero matrix keeps its vectors."""
+    """One entry, rank one, one row: bounded."""
     one_entry, rank_one = torch.zeros(1, 6, 9), torch.ones(1, 6, 9)
     one_entry[0, 3, 4] = 2.0
     for weight in (one_entry, rank_one, torch.randn(1, 1, 9), torch.randn(1, 9, 1), 1e-3 * rank_one, 1e17 * rank_one):
@@ -89,9 +89,7 @@ def test_whatever_w_is():
         assert write(weight, u, v)[0] < 1.26
         other = torch.nn.functional.one_hot(torch.tensor([0]), weight.size(1)).float()  # of another row
         assert write(weight, other, v)[0] < 1.26
-    zero = torch.zeros(1, 6, 9)
     u, v = torch.ones(1, 6) / 6**0.5, torch.ones(1, 9) / 3
-    torch.testing.assert_close(method_of(LEVEL_4).write(zero, one_each(zero), u, v)[:3], (zero, u, v))
     broken = torch.full((1, 6, 9), torch.nan)
     found = method_of(LEVEL_4).write(broken, one_each(broken), u, v)[3]
     assert not found > 0  # nothing is replaced for a NaN, which the trainer names
@@ -104,9 +102,13 @@ def test_maps_are_bounded_up_to_their_reach(level):
     assert max(values) < 1.26 and (level != "polar_express" or abs(evaluate(map, 1.2)) > 1.26)
 
 
-@pytest.mark.parametrize("rows", [64, pytest.param(257, marks=pytest.mark.soak)])
-def test_ten_thousand_matrices(rows):
-    """Of many shapes and growths: never above 2.5 times the norm, and bounded by the map one step later."""
+@pytest.mark.parametrize("rows, slips, most", [(64, 0, 1.03), pytest.param(257, 3, 2.5, marks=pytest.mark.soak)])
+def test_ten_thousand_matrices(rows, slips, most):
+    """Of many shapes and growths: how many are above 1.26 times their norm, and how far the worst is.
+
+    Measured: none and 1.02 with fewer than 64 rows, 1 and 1.33 with up to 256. Without a second opinion 3 and 1.66, 7 and
+    24.5. One step later all are bounded by the map.
+    """
     generator = torch.Generator().manual_seed(2)
     slipped = 0
     for index in range(200):
@@ -122,10 +124,10 @@ def test_ten_thousand_matrices(rows):
         effective, u, v, _ = method.write(weight, one_each(weight), u, v)[:4]
         first = torch.linalg.matrix_norm(effective, 2) / norm
         slipped += int((first > 1.26).sum())
-        assert first.max() < 2.5, index
+        assert first.max() < most, index
         effective = method.write(weight, one_each(weight), u, v)[0]
         assert (torch.linalg.matrix_norm(effective, 2) / norm).max() < 1.26, index
-    assert slipped <= 10  # of 10,000
+    assert slipped <= slips
 
 
 def lifted_training(resumed: bool = False) -> tuple[list[float], dict[str, int], float, float]:
