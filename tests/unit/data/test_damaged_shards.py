@@ -12,8 +12,7 @@ from pc.errors import UserError
 from pc_recipe.data import token_files
 from pc_recipe.data.inspection import verify
 from pc_recipe.data.loader import GlobalOrderLoader
-from pc_recipe.data.manifest import Manifest, TokenizerRecord
-from pc_recipe.data.token_files import TokenStream, write_shard
+from pc_recipe.data.manifest import Manifest
 from pc_recipe.data.tokenizing import tokenize
 from pc_recipe.files import look
 from pc_recipe.files.errors import ReadFailed
@@ -114,20 +113,6 @@ def test_a_shard_that_becomes_zeros_under_a_run(folder, monkeypatch):
         fill_with_zeros(path, begin=128)
     with pytest.raises(UserError, match="tokens.npy does not have the checksum"):
         next(batches)
-
-
-def test_equal_tokens_may_be_text(tmp_path):
-    manifest = Manifest.read(make_equal(tmp_path))
-    assert set(TokenStream(manifest, "train").read(0, 50)) == {7}
-
-
-def make_equal(folder):
-    """Token shards of one token, as the manifest says."""
-    shard = write_shard(folder, "train", "00000", np.full(100, 7, np.uint16), documents=1)
-    tokenizer = TokenizerRecord("made", "made", "", 8, None, 0)
-    source, shards = {"input": "made", "subset": None, "files": []}, {"train": [shard], "validation": []}
-    Manifest(folder, 2, "uint16", source, "made", tokenizer, shards).write()
-    return folder
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EACCES])

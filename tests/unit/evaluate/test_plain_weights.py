@@ -1,17 +1,13 @@
-"""A checkpoint is read completely or not at all, and nothing in it is executed."""
+"""A checkpoint is read completely or not at all."""
 
-import pickle
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 from pc import UserError
 from pc_recipe.evaluate import plain_weights
-from pc_recipe.files.run_folder import CHECKSUMS
 from pc_recipe.train.checkpoint_folder import CheckpointFolder
 
 
@@ -85,46 +81,3 @@ def test_a_run_stands_for_its_newest_complete_checkpoint(copied, pc_run, capsys)
     (copied.parent / "step-9").mkdir()  # incomplete
     assert same(plain_weights.load(copied.parent.parent).weights, pc_run.model)
     assert "its newest checkpoint is step-7" in capsys.readouterr().err
-
-
-class Attack:
-    """Pickles as the call of a function."""
-
-    def __init__(self, function, *arguments):
-        self.call = function, arguments
-
-    def __reduce__(self):
-        return self.call
-
-
-@pytest.mark.parametrize(
-    "call, message",
-    [
-        ((exec, "open('executed', 'w')"), "builtins.exec"),
-        ((getattr, Path, "unlink"), "getattr of <class .*Path'>"),
-    ],
-)
-def test_index_is_not_executed(copied, call, message, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (copied / CHECKSUMS).unlink()
-    (copied / ".metadata").write_bytes(pickle.dumps(Attack(*call)))
-    with pytest.raises(UserError, match=f"{message} does not belong"):
-        plain_weights.load(copied)
-    assert not (tmp_path / "executed").exists()
-
-
-def test_an_index_written_by_python_3_11_2_is_read(copied):
-    """It pickles the member of an enum as a call of getattr."""
-
-    class Pickler(pickle.Pickler):
-        def reducer_override(self, value):
-            if isinstance(value, _MEM_FORMAT_ENCODING):
-                return getattr, (_MEM_FORMAT_ENCODING, value.name)
-            return NotImplemented
-
-    expected, index = CheckpointFolder(copied).shapes(), pickle.loads((copied / ".metadata").read_bytes())
-    (copied / CHECKSUMS).unlink()
-    index.storage_meta.modules = []
-    with open(copied / ".metadata", "wb") as file:
-        Pickler(file).dump(index)
-    assert CheckpointFolder(copied).shapes() == expected

@@ -154,16 +154,3 @@ def test_frequencies_of_another_base_are_refused(saved, tmp_path):
     add_frequencies(folder, base=500_000)
     with pytest.raises(UserError, match="rotary_emb.inv_freq is not what the run's model has, rope_theta 10000"):
         start(folder)
-
-
-def test_a_mixture_would_have_been_another_model(saved, tmp_path):
-    """A control: what transformers reads of a folder with a stray file is the single file alone."""
-    folder = shutil.copytree(saved["one"], tmp_path / "hf")
-    copy(*shards(saved["old-five"]), to=folder)
-    index = json.loads((saved["old-five"] / "model.safetensors.index.json").read_text())
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    read = AutoModelForCausalLM.from_pretrained(folder).state_dict()
-    assert torch.equal(read[NORM], load_file(folder / "model.safetensors")[NORM])
-    name = "model.layers.0.mlp.up_proj.weight"
-    assert torch.equal(read[name], load_file(saved["one"] / "model.safetensors")[name])
-    assert not torch.equal(read[name], load_file(saved["old"] / "model.safetensors")[name])

@@ -2,13 +2,10 @@
 
 import subprocess
 import sys
-import tomllib
 
 import pytest
 
 from pc.terminal import plain
-from pc_recipe.config import load_config, write_config
-from pc_recipe.config.inheritance import RESOLVED
 
 TITLE = "\x1b]0;mine\x07"
 SHOWN = r"\x1b]0;mine\x07"
@@ -56,14 +53,3 @@ def test_all_that_a_command_prints(how):
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert SHOWN in done.stdout + done.stderr
     assert not {"\x1b", "\x07"} & {*done.stdout, *done.stderr}
-
-
-def test_the_comments_of_a_written_config_stay_comments(tmp_path):
-    base = tmp_path / f"b{TITLE}\nmodel = 1.toml"
-    base.write_text("[training]\nsteps = 3\n")
-    config = load_config(base, [f"--job.description=x{TITLE}\nlr\u2028\x85y", "--overlay", str(base)])
-    write_config(config, tmp_path / "out.toml")
-    text = (tmp_path / "out.toml").read_text()
-    assert text.startswith(RESOLVED) and "\x1b" not in text
-    assert tomllib.loads(text)["job"]["description"] == config.job.description
-    assert load_config(tmp_path / "out.toml")._origin == config._origin

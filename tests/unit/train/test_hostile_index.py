@@ -53,6 +53,7 @@ HOSTILE = {
     "an attribute of a class": called(GETATTR, PATH, text("unlink")),
     "an attribute of a made object": called(GETATTR, called(PATH, text("x")), text("unlink")),
     "a command": called(named("os", "system"), RUN),
+    "a builtin": called(named("builtins", "exec"), text("open('executed', 'w')")),
     "a command, of Python 2": called(named("__builtin__", "eval"), text("open('executed', 'w')")),
     "a command, as an old instance": b"(" + RUN + b"ios\nsystem\n",
     "a command, as an object": b"(" + named("os", "system") + RUN + b"o",
@@ -124,6 +125,21 @@ def test_an_index_is_read_as_torch_reads_it(folder):
     assert found == torchs
     assert {type(thing) for thing in found.storage_data.values()} == {_StorageInfo}
     assert found.state_dict_metadata["w"].properties == torchs.state_dict_metadata["w"].properties
+
+
+def test_an_index_written_by_python_3_11_2_is_read(folder):
+    """It pickles the member of an enum as a call of getattr."""
+
+    class Pickler(pickle.Pickler):
+        def reducer_override(self, value):
+            if isinstance(value, index_types._MEM_FORMAT_ENCODING):
+                return getattr, (index_types._MEM_FORMAT_ENCODING, value.name)
+            return NotImplemented
+
+    index = pickle.loads((folder / ".metadata").read_bytes())
+    with open(folder / ".metadata", "wb") as file:
+        Pickler(file).dump(index)
+    assert Reader(folder).read_metadata() == index
 
 
 def _of_file(field, value):
