@@ -1,4 +1,4 @@
-"""The data commands as a user runs them: shared by the tasks of an array, inspected, misused."""
+"""The data commands as a user runs them: shared by the tasks of an array, inspected."""
 
 import re
 import subprocess
@@ -53,20 +53,3 @@ def test_a_reader_that_leaves_early_ends_the_command_in_silence(unbuffered, tmp_
     line = f"{sys.executable} {ROOT}/scripts/inspect_data.py {tmp_path}/out | true"
     done = subprocess.run(["bash", "-c", line], capture_output=True, text=True)
     assert done.stderr == ""
-
-
-@pytest.mark.parametrize(
-    ("script", "words", "message"),
-    [
-        ("tokenize_text.py", "--input x --output x --part 2/2", "argument --part: 2/2 must be K/N"),
-        (
-            "train_tokenizer.py",
-            "--input x --vocab-size 100 --output x",
-            "--input x: no such file, folder or Hub dataset",
-        ),
-        ("inspect_data.py", "nowhere", "data folder nowhere does not exist"),
-    ],
-)
-def test_mistakes_end_with_one_line_and_status_2(script, words, message, command):
-    status, _, error = command(script, *words.split())
-    assert status == 2 and message in error.splitlines()[-1]

@@ -128,6 +128,7 @@ def test_a_start_answers_layouts_that_do_not_fit(monkeypatch, processes, words, 
             "sweep.py run train_configs/sweeps/debug_lr.toml --training.steps=9",
             r'its file alone: "training.steps" = \[VALUE\] under \[axes\]$',
         ),
+        ("tokenize_text.py --input x --output x --part 2/2", "argument --part: 2/2 must be K/N"),
         *(
             (f"{command} {number}", f"{number} {SMALL}")
             for command, number in (
@@ -147,6 +148,7 @@ def test_a_start_answers_layouts_that_do_not_fit(monkeypatch, processes, words, 
                 f"score.py name={NONE}",
                 f"spectra.py {NONE}",
                 f"tokenize_text.py --input {NONE}.txt --output out",
+                f"train_tokenizer.py --input {NONE}.txt --vocab-size 100 --output x",
             )
         ),
     ],

@@ -7,9 +7,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
 
 from helpers.format_1 import make_format_1
+from helpers.small_tokenizers import make_tokenizer
 from pc.errors import UserError
 from pc_recipe.data import inspection, tokenizing
 from pc_recipe.data.inspection import list_repeated
@@ -24,14 +24,7 @@ TEXTS = [f"document {i} of some words" for i in range(40)]
 @pytest.fixture(scope="module")
 def letters(tmp_path_factory) -> Path:
     """A tokenizer of single bytes."""
-    folder = tmp_path_factory.mktemp("bytes")
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    model = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
-    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    model.add_special_tokens(["</s>"])
-    model.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
-    return folder
+    return make_tokenizer(tmp_path_factory.mktemp("bytes"))
 
 
 @pytest.fixture

@@ -1,16 +1,56 @@
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torchtitan.models.llama3 import Transformer, TransformerModelArgs
+from torchtitan.models.llama3.model.args import RoPEScalingArgs
 
 import pc
-from helpers.diagnostics_model import collect, config_of, inputs, one_rank, transformer
+from pc_recipe.config import Config, schema
 from pc_recipe.train.activations import COUNT
 from pc_recipe.train.diagnostics import Diagnostics
+from pc_recipe.train.rank_sums import RankNumbers
 
 # Sums of a few thousand float32 squares in a different order.
 FLOAT32 = 1e-5
+
+
+def transformer() -> Transformer:
+    """Two layers, width 48, vocabulary 64; weights large enough that layers and inputs differ visibly."""
+    args = TransformerModelArgs(
+        dim=48, n_layers=2, n_heads=4, vocab_size=64, multiple_of=16, max_seq_len=32,
+        rope_scaling_args=RoPEScalingArgs(scaling_factor=1.0),
+    )  # fmt: skip
+    model = Transformer(args)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" not in name:
+                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+            else:
+                parameter.fill_(1.0)
+    return model
+
+
+def inputs(index: int) -> torch.Tensor:
+    """Token ids [2, 16], the same for the same index."""
+    return torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(index))
+
+
+def config_of(freq: int, spectra_freq: int) -> Config:
+    return Config(diagnostics=schema.Diagnostics(freq=freq, spectra_freq=spectra_freq))
+
+
+def one_rank() -> SimpleNamespace:
+    return SimpleNamespace(world_size=1, pp=1, dp_replicate=1)
+
+
+def collect(diagnostics: Diagnostics, step: int) -> dict[str, float]:
+    """The metrics of a step on one rank."""
+    numbers = RankNumbers(diagnostics.factors, torch.device("cpu"))
+    return diagnostics.collect(step, numbers.gather(diagnostics.measure(step)))
 
 
 def _sizes_by_hand(model, batches):
