@@ -14,8 +14,8 @@ from pc.layer import put_in_graph
 pytestmark = pytest.mark.fast
 
 
-def _model(layers=2, seed=0):
-    torch.manual_seed(seed)
+def _model(layers=2):
+    torch.manual_seed(0)
     return nn.Sequential(*(ToyBlock(8, 12) for _ in range(layers))).double()
 
 
@@ -131,20 +131,6 @@ def test_a_shared_expert_does_not_hide_the_others():
 
 
 @pytest.mark.parametrize(
-    "blocks, message",
-    [
-        (("ffm",), "'ffm' is not a block"),
-        ((), "empty"),
-        (("decoder.*",), "matches no weight"),
-        (("ffn", "gate"), "an earlier entry"),
-    ],
-)
-def test_wrong_blocks(blocks, message):
-    with pytest.raises(UserError, match=message):
-        pc.attach(_model(), PCConfig(blocks=blocks))
-
-
-@pytest.mark.parametrize(
     "values, message",
     [
         ({"level": 7}, "level 7 does not exist"),
@@ -199,6 +185,10 @@ def _wrapped():
         # a pattern may name the module
         (lambda: nn.Sequential(nn.Linear(4, 4)), {"splits": {"0": MatrixSplit(("q", "k", "v"))}}, "does not fit 0.wei"),
         (lambda: nn.Sequential(nn.Linear(4, 4)), {"splits": {"1": MatrixSplit()}}, "pc.splits: '1' matches no weight"),
+        (_model, {"blocks": ("ffm",)}, "'ffm' is not a block"),
+        (_model, {"blocks": ()}, "empty"),
+        (_model, {"blocks": ("decoder.*",)}, "matches no weight"),
+        (_model, {"blocks": ("ffn", "gate")}, "an earlier entry"),
     ],
 )
 def test_what_cannot_be_attached_is_said(model, settings, message):

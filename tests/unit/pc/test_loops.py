@@ -142,7 +142,7 @@ LOOPS = {
     "closures": (by_closures, adamw),
     "closures that clip": (by_clipping_closures, sgd),
     "LBFGS": (by_closures, lbfgs),
-    "two optimizers": (skip, one_for_each_block),
+    "two optimizers": pytest.param(skip, one_for_each_block, marks=pytest.mark.fast),
     "closures of two optimizers": (by_closures, one_for_each_block),
     "an optimizer with its own add_param_group": (accumulate, lambda p: Prepared(p, lr=0.1)),
     "no rate": (accumulate, lambda p: torch.optim.SGD([{"params": [*p], "lr": torch.tensor(0.1)}])),

@@ -59,16 +59,6 @@ def _train_by_the_paper(make, steps):
     return {name: tuple(x.detach() for x in entry[:2]) for name, entry in state.items()}
 
 
-def in_halves(make):
-    """Two optimizers, of every second parameter each."""
-
-    def both(parameters):
-        parameters = [*parameters]
-        return [make(parameters[i::2]) for i in (0, 1)]
-
-    return both
-
-
 @pytest.mark.parametrize(
     "make, tolerance",
     [
@@ -80,13 +70,8 @@ def in_halves(make):
 )
 @pytest.mark.parametrize(
     "loop",
-    [
-        Loop,
-        lambda make: Loop(in_halves(make)),
-        lambda make: Loop(make, follow=False),
-        InGraph,
-    ],
-    ids=["one optimizer", "two optimizers", "by hand", "in the graph"],
+    [Loop, lambda make: Loop(make, follow=False), InGraph],
+    ids=["followed", "by hand", "in the graph"],
 )
 def test_a_loop_equals_the_paper(loop, make, tolerance):
     expected, loop = _train_by_the_paper(make, 6), loop(make)

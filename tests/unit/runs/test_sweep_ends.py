@@ -97,11 +97,9 @@ def test_a_run_that_diverged_before_its_first_line_is_a_result(tmp_path, monkeyp
     assert (result["state"], result["loss"], result["validation_loss"]) == ("diverged", None, None)
 
 
-@pytest.mark.parametrize("status", [255, 128 + 35])
-def test_a_status_that_no_signal_has_is_no_kill(status):
-    assert launch.find_kill(status, "") == ""
-
-
-@pytest.mark.parametrize("status", [0, 1, 2, 128 + signal.SIGTERM])
-def test_find_kill(status):
-    assert launch.find_kill(status, "Signal 9 (SIGKILL)") == ("killed by SIGTERM" if status > 128 else "")
+@pytest.mark.parametrize(
+    "status, said", [(0, ""), (1, ""), (2, ""), (128 + signal.SIGTERM, "killed by SIGTERM"), (128 + 35, ""), (255, "")]
+)
+def test_find_kill(status, said):
+    """No signal has one of the last two."""
+    assert launch.find_kill(status, "Signal 9 (SIGKILL)") == said
