@@ -220,19 +220,13 @@ def test_a_folder_that_starts_a_run_has_its_architecture(tmp_path, pc_export, co
         hf_folder.require_initial_load(folder, args)
 
 
-def test_nothing_in_a_folder_is_executed(tmp_path, pc_export):
-    """Neither its own Python file nor a pickle."""
+def test_a_python_file_in_a_folder_is_not_executed(tmp_path, pc_export):
     code = {"AutoConfig": "mine.C", "AutoModelForCausalLM": "mine.M"}
     folder = tampered(pc_export, tmp_path / "code", model_type="mine", auto_map=code)
     (folder / "mine.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')\n")
     with pytest.raises(UserError):
         hugging_face.load(folder)
     assert not (tmp_path / "executed").exists()
-    folder = tampered(pc_export, tmp_path / "pickle")
-    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
-    (folder / "model.safetensors").unlink()
-    with pytest.raises(UserError, match="safetensors"):
-        hugging_face.load(folder)
 
 
 @pytest.mark.parametrize(

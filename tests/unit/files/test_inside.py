@@ -217,29 +217,16 @@ def test_a_manifest_names_files_of_its_folder(data, kind):
             read()
 
 
-def test_a_data_folder_may_be_a_link_itself(data):
-    (data.parent / "link").symlink_to(data)
-    assert np.array_equal(
-        *(TokenStream(Manifest.read(place), "train").read(0, 9) for place in (data, data.parent / "link"))
-    )
-
-
-@pytest.mark.parametrize("leads", ["elsewhere", "folder elsewhere", "within"])
-def test_a_folder_of_documents_has_no_link_out_of_it(tmp_path, leads):
+@pytest.mark.parametrize("target, name", [("secret.txt", "b.txt"), ("books", "books")])
+def test_a_folder_of_documents_has_no_link_out_of_it(tmp_path, target, name):
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.txt").write_text("mine")
     (tmp_path / "books").mkdir()
-    for name in ("secret.txt", "books/b.txt"):
-        (tmp_path / name).write_text("mine too")
-    targets = {"elsewhere": "secret.txt", "folder elsewhere": "books", "within": "text/a.txt"}
-    name = "books" if leads == "folder elsewhere" else "b.txt"
-    (tmp_path / "text" / name).symlink_to(tmp_path / targets[leads])
-    if leads == "within":
-        files = find_files([str(tmp_path / "text")], Counter())
-        assert [os.path.basename(file) for file in files] == ["a.txt"]  # one document, not two
-    else:
-        with pytest.raises(UserError, match=f"names '{name}.*', which is a file outside of it"):
-            find_files([str(tmp_path / "text")], Counter())
+    (tmp_path / "secret.txt").write_text("mine too")
+    (tmp_path / "books" / "b.txt").write_text("mine too")
+    (tmp_path / "text" / name).symlink_to(tmp_path / target)
+    with pytest.raises(UserError, match=f"names '{name}.*', which is a file outside of it"):
+        find_files([str(tmp_path / "text")], Counter())
 
 
 def test_the_card_of_a_folder_names_files_of_the_folder(monkeypatch, tmp_path):

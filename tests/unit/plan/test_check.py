@@ -17,8 +17,8 @@ from pc_recipe.config import Config, load_config, rules
 from pc_recipe.config.schema import ActivationCheckpoint
 from pc_recipe.data.manifest import Manifest
 from pc_recipe.data.tokenizing import tokenize
-from pc_recipe.plan import memory
-from pc_recipe.plan.check import check, estimate_hours
+from pc_recipe.plan import installed, memory
+from pc_recipe.plan.check import check, check_settings, estimate_hours
 from pc_recipe.runs import launch
 from pc_recipe.train.llama2 import Llama2, model_args
 from pc_recipe.train.parallelize import SAVED_OPERATIONS
@@ -192,12 +192,11 @@ def test_the_first_node_alone_says_what_a_stopped_run_came_to(command, tiny_conf
     assert status == 130 and out.count("Ended without saving") == lines
 
 
-def test_wandb_is_missed_before_training(command, tiny_config):
+def test_wandb_is_missed_before_training(monkeypatch):
     """TorchTitan would log an error at the top and train on."""
-    status, _, err = command("pc_recipe.runs.local", tiny_config[0], "--metrics.enable_wandb")
-    assert status == 2 and err == (
-        "error: metrics.enable_wandb = true needs the package: pip install wandb, or use false\n"
-    )
+    monkeypatch.setattr(installed, "find_spec", lambda package: None)
+    errors = check_settings(load_config(CONFIG, ["--metrics.enable_wandb"])).errors
+    assert errors == ["metrics.enable_wandb = true needs the package: pip install wandb, or use false"]
 
 
 @pytest.mark.parametrize("name, states", [("AdamH", 2), ("MuonH", 1)])

@@ -73,19 +73,6 @@ def test_damage_is_found(saved, tmp_path, file, kind):
     assert str(folder) in str(raised.value) and "\n" not in str(raised.value)
 
 
-def test_a_checkpoint_without_checksums_is_read(tmp_path):
-    dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "step-1", no_dist=True)
-    assert torch.equal(CheckpointFolder(tmp_path / "step-1").read_tensors(["w"])["w"], torch.ones(3))
-
-
-def test_an_export_is_not_a_checkpoint(tmp_path):
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(
-        UserError, match="a Hugging Face folder, no checkpoint; .* with checkpoint.initial_load_in_hf = true"
-    ):
-        CheckpointFolder(tmp_path)
-
-
 @pytest.mark.parametrize("kind", ["device", "pipe", "elsewhere"])
 def test_an_index_that_names_no_file_of_the_checkpoint_is_refused(tmp_path, kind):
     """Reading a device or a pipe would never end."""
