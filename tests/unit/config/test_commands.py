@@ -87,7 +87,6 @@ def run_script(script, *words) -> tuple[int, str]:
     [
         ("--help lerning", "no key has 'lerning' in its name"),
         ("--pc.levl 3", "did you mean pc.level?"),
-        ("--training.steps=0", "should be greater than or equal to 1"),
         ("--pc.level=7", "PC level 7 does not exist"),
         ("--data.path=nowhere", "data.path: data folder nowhere does not exist"),
         ("--data.path=tests --data.validation_path=nowhere", "data.validation_path: data folder nowhere"),

@@ -46,7 +46,6 @@ CALLS = {
     "no pull_back": (True, "backward step", NOT_PULLED_BACK),
     "a backward pass after pull_back": (True, "backward pull_back backward step", NOT_PULLED_BACK),
     "pull_back before backward": (True, "pull_back", NO_GRADIENT),
-    "pull_back twice": (True, "backward pull_back pull_back", NO_GRADIENT),
     "no pull_back by hand": (False, "backward step", NOT_PULLED_BACK),
     "no write_pc by hand": (False, "backward pull_back step backward pull_back", STALE),
 }

@@ -69,14 +69,10 @@ def _experiment(tmp_path, losses=LOSSES, **options):
     return experiment
 
 
-def _pairs(tmp_path, losses=LOSSES, **options) -> list[str]:
-    """Lines of the table of differences."""
-    return pair_table(_experiment(tmp_path, losses, **options), margin=0.01).splitlines()
-
-
 def test_rate_by_the_first_seed_and_judged_on_the_others(tmp_path):
     """PC's best rate by seed 0 is 1e-3; only seeds 1 and 2 enter the figures, paired with the baseline's."""
-    header, _, best, at_the_references = _pairs(tmp_path)  # the baseline's other rate has only the choosing seed
+    table = pair_table(_experiment(tmp_path), margin=0.01)
+    header, _, best, at_the_references = table.splitlines()  # the baseline's other rate has only the choosing seed
     assert header.endswith("| seeds | difference | interval | verdict | times fewer tokens | after 30 | after 50 |")
     # 3.8 - 4.2 and 4.0 - 4.4 are equal; unpaired errors would be 0.14
     assert best.startswith("| pc on | 0.001 | 0.002 | 1, 2 | -0.4000 ± 0.0000 |") and best.endswith(
