@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, DEFAULT_NS_STEPS, EPS, _zeropower_via_newtonschulz
 
 import pc
-from helpers.ranks import run_ranks, sharded
+from helpers.ranks import run_ranks, sharded, unsharded
 from helpers.toy import toy_batch, toy_loss, toy_model
 from pc import MatrixSplit, UserError
 from pc.optim.hyperball import AdamH, MuonH
@@ -89,15 +89,11 @@ def _on_ranks(rank, name, degrees):
     return [weight.full_tensor() for weight in _train(KINDS[name][1], lambda tensors: sharded(mesh, tensors))]
 
 
-def _alone(tensors):
-    return [nn.Parameter(tensor) for tensor in tensors]
-
-
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("degrees", [None, *MESHES.values()], ids=["alone", *MESHES])
 def test_equals_the_formula(name, degrees):
     updates_of, make = KINDS[name]
-    runs = run_ranks(4, _on_ranks, name, degrees) if degrees else [_train(make, _alone)]
+    runs = run_ranks(4, _on_ranks, name, degrees) if degrees else [_train(make, unsharded)]
     expected, control = _by_the_formula(updates_of), _by_the_formula(updates_of, lr=0.101)
     for weights in runs:
         for found, wanted, other in zip(weights, expected, control, strict=True):

@@ -7,12 +7,11 @@ import re
 
 import pytest
 import torch
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from helpers.ranks import run_ranks, sharded
+from helpers.ranks import run_ranks, sharded, unsharded
 from helpers.tiny import ROOT
 from pc import owner
 from pc.shards import local
@@ -48,17 +47,13 @@ def _train(shard, last=2):
     return [weight.detach() for weight in weights]
 
 
-def _alone(tensors):
-    return [nn.Parameter(tensor) for tensor in tensors]
-
-
 def _on_ranks(rank, degrees):
     mesh = init_device_mesh("cpu", tuple(degrees.values()), mesh_dim_names=tuple(degrees))
     owner.BUCKET_BYTES = 300  # several buckets, of one matrix or two
     found = _train(lambda x: sharded(mesh, x))
     differences = []
     for last in (2, 3):  # against the same, and as a control against other gradients in the last step
-        expected = sharded(mesh, _train(_alone, last))
+        expected = sharded(mesh, _train(unsharded, last))
         pairs = [(local(a), local(b)) for a, b in zip(found, expected, strict=True)]
         differences.append(max((a - b).abs().max().item() for a, b in pairs if a.numel()))
     return differences

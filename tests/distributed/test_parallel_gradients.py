@@ -5,6 +5,7 @@ import torch
 
 from helpers import tiny
 from helpers.ranks import run_ranks
+from helpers.toy import whole
 
 SEQUENCES = 36  # of one optimizer step: divides by 1, 2, 3, 4 ranks and by 3 micro-batches
 TOLERANCE = 1e-12  # float64 sums in another order, relative to the largest entry of each gradient
@@ -117,7 +118,7 @@ def _gradients(rank, config, cases) -> list[dict[str, torch.Tensor]]:
         def _finish_gradients(self):
             super()._finish_gradients()
             self.gradients = {  # by the names of layers in the graph
-                clean_name(name).replace("weight_orig", "weight").replace("weight_gamma", "gamma"): tiny.whole(p.grad)
+                clean_name(name).replace("weight_orig", "weight").replace("weight_gamma", "gamma"): whole(p.grad)
                 for model in self.model_parts
                 for name, p in model.named_parameters()
                 if p.grad is not None  # that of PC(W) is gone

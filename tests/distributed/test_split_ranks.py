@@ -88,10 +88,10 @@ LAYOUTS = {
 }
 
 
-def _on_ranks(rank, degrees, tensor_parallel, fsdp_dim, config=CONFIG):
+def _on_ranks(rank, degrees, tensor_parallel, fsdp_dim):
     mesh = init_device_mesh("cpu", tuple(degrees.values()), mesh_dim_names=tuple(degrees))
-    expected = train(pc.attach(plain(), config), like)
-    model = pc.attach(plain(), config)
+    expected = train(pc.attach(plain(), CONFIG), like)
+    model = pc.attach(plain(), CONFIG)
     part = model[str(mesh.get_local_rank("pp"))] if "pp" in degrees else model
     if tensor_parallel is not None:
         for owner_of, key, parameter in [(m, k, p) for m in model.values() for k, p in m.named_parameters()]:

@@ -8,6 +8,7 @@ import torch
 
 from helpers import tiny
 from helpers.ranks import run_ranks
+from helpers.toy import whole
 from pc_recipe.train.nonfinite import Diverged
 
 
@@ -41,9 +42,7 @@ def _train(rank, config, overrides, bad_steps, value, stop_at=None):
 
 def _state(trainer):
     """Weights, W, and all of the optimizers' state, of this rank."""
-    tensors = {
-        f"optimizer.{k}": tiny.whole(v) for k, v in trainer.optimizers.state_dict().items() if torch.is_tensor(v)
-    }
+    tensors = {f"optimizer.{k}": whole(v) for k, v in trainer.optimizers.state_dict().items() if torch.is_tensor(v)}
     return tensors | tiny.state_of(trainer)
 
 

@@ -5,6 +5,7 @@ import torch
 
 from helpers import tiny
 from helpers.ranks import run_ranks
+from helpers.toy import whole
 from pc_recipe.files.run_log import read_log
 
 MUON = ["--optimizer.name", "Muon"]
@@ -95,7 +96,7 @@ def _load_and_go_on(rank, config, overrides):
     trainer = tiny.make_trainer(config, overrides)
     start.load(trainer.config, trainer.checkpointer, trainer.optimizers)
     states = trainer.optimizers.state_dict().items()
-    optimizer = {f"optimizer.{key}": tiny.whole(value) for key, value in states if isinstance(value, torch.Tensor)}
+    optimizer = {f"optimizer.{key}": whole(value) for key, value in states if isinstance(value, torch.Tensor)}
     state = tiny.state_of(trainer)
     trainer.train()
     trainer.close()

@@ -1,11 +1,9 @@
 """The plotting commands, run as a user runs them, on a small pair of run folders."""
 
 import re
-from pathlib import Path
 
 from helpers.made_runs import save_checkpoint, write_metrics
-
-CONFIGS = Path(__file__).parents[2] / "train_configs"
+from helpers.tiny import ROOT
 
 
 def _figures(folder):
@@ -29,7 +27,7 @@ def test_commands_without_a_run(command, tmp_path):
     assert status == 0 and said.startswith("level = [4.25577") and _figures(tmp_path) == {"polynomials"}
     status, said, _ = command("theorem.py", "--steps", "100")
     assert status == 0 and "inside the region R at every one of 100 steps: yes" in said
-    assert command("cost.py", CONFIGS / "1b_adamw_pc.toml", "--output", tmp_path)[0] == 0
+    assert command("cost.py", ROOT / "train_configs" / "1b_adamw_pc.toml", "--output", tmp_path)[0] == 0
     assert "0.391 %" in (tmp_path / "cost.md").read_text()
     status, _, err = command("spectra.py", tmp_path, "--output", tmp_path)
     assert status == 2 and err.startswith("error: ") and "no run with a complete checkpoint" in err

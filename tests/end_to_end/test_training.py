@@ -48,8 +48,8 @@ def _equal(one, other):
     return all(torch.equal(one[name], other[name]) for name in one)
 
 
-def _steps(folder, name="checkpoint"):
-    return sorted(path.name for path in folder.glob(f"{name}/*"))
+def _steps(folder):
+    return sorted(path.name for path in folder.glob("checkpoint/*"))
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +142,6 @@ def test_a_resumed_run_names_its_own_tokenizer(tiny_config, tiny_shards, tmp_pat
 
 
 def test_checkpoint_holds_a_plain_llama_and_w(trained):
-    import torch.distributed.checkpoint as dcp
     from torchtitan.models.llama3.model.model import Transformer
 
     import pc
@@ -167,7 +166,6 @@ def test_checkpoint_holds_a_plain_llama_and_w(trained):
 
 def test_the_size_of_a_checkpoint_is_the_estimate(trained):
     """Weights, W and optimizer states; the estimate leaves out gammas, and vectors beside matrices."""
-    from pc_recipe.config import load_config
     from pc_recipe.plan import memory
 
     config = load_config(trained[0])

@@ -13,7 +13,6 @@ from helpers import tiny
 from helpers.ranks import run_ranks
 from pc_recipe.files.atomic import write_atomically
 
-ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = Path(__file__).with_name("losses.json")
 STEPS = 4
 RUNS = {
@@ -38,7 +37,7 @@ def test_first_losses(demo_data, tmp_path, name):
         "checkpoint.enable": "false",
     }
     words = [word for key, value in overrides.items() for word in (f"--{key}", str(value))]
-    run_ranks(1, tiny.train, ROOT / "train_configs" / "debug.toml", words + RUNS[name])
+    run_ranks(1, tiny.train, tiny.ROOT / "train_configs" / "debug.toml", words + RUNS[name])
     losses = tiny.metrics(tmp_path)
     golden = json.loads(GOLDEN.read_text()) if GOLDEN.exists() else {}
     if os.environ.get("WRITE_GOLDEN"):

@@ -7,17 +7,16 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from helpers import tiny
+from helpers.tiny import ROOT
 from pc import PCConfig, owner
 from pc.method import method_of
 from pc.spectral import power_iteration
 
-ROOT = Path(__file__).resolve().parents[2]
 DEVICE = os.environ.get("PC_GPU_TESTS_ON") or ("cuda" if torch.cuda.is_available() else None)
 pytestmark = pytest.mark.skipif(DEVICE is None, reason="needs a GPU")
 
@@ -25,14 +24,14 @@ pytestmark = pytest.mark.skipif(DEVICE is None, reason="needs a GPU")
 TOLERANCES = {"float32": 2e-6, "tf32": 2.4e-3}
 
 
-def _passes(precision, device, dtype, shape=(256, 700), size=3):
+def _passes(precision, device, dtype):
     generator = torch.Generator().manual_seed(0)
-    weight, gradient = (torch.randn(size, *shape, generator=generator, dtype=torch.float64) for _ in range(2))
-    u, v = (torch.randn(size, n, generator=generator, dtype=torch.float64) for n in shape)
+    weight, gradient = (torch.randn(3, 256, 700, generator=generator, dtype=torch.float64) for _ in range(2))
+    u, v = (torch.randn(3, n, generator=generator, dtype=torch.float64) for n in (256, 700))
     u, v = power_iteration(weight, u / u.norm(dim=1, keepdim=True), v / v.norm(dim=1, keepdim=True), 200)
     config = PCConfig(compute_dtype=precision)
     weight, gradient, u, v = (tensor.to(device, dtype) for tensor in (weight, gradient, u, v))
-    gamma = torch.full((size, 1), 0.9, device=device, dtype=dtype)
+    gamma = torch.full((3, 1), 0.9, device=device, dtype=dtype)
     effective, *_ = method_of(config).write(weight, gamma, u, v)
     pulled = method_of(config).pull_back(weight, gradient, gamma, u, v)
     return [tensor.double().cpu() for tensor in (effective, *pulled)]

@@ -85,10 +85,10 @@ def make_run(
     return MadeRun(checkpoint, raw.eval())
 
 
-def save_checkpoint(run: Path, with_pc: bool, step: int = 7, level=4) -> Llama2:
+def save_checkpoint(run: Path, with_pc: bool, level=4) -> Llama2:
     """A run of the tiny model; returns the plain model with the effective weights."""
     pc_config = PCConfig(level=level) if with_pc else None
-    return make_run(run, None, pc_config, "tiny", vocab_size=64, step=step).model
+    return make_run(run, None, pc_config, "tiny", vocab_size=64).model
 
 
 def validations(losses: Sequence[float | None], tokens_per_step: int = 100) -> list[dict]:

@@ -67,6 +67,11 @@ def sharded(mesh, tensors) -> list[nn.Parameter]:
     return list(model)
 
 
+def unsharded(tensors) -> list[nn.Parameter]:
+    """The same on one process."""
+    return [nn.Parameter(tensor) for tensor in tensors]
+
+
 def _next(queue, processes, timeout: float):
     """What a rank returns. As under torchrun, a rank that was killed ends the others too."""
     deadline = time.monotonic() + timeout

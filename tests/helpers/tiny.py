@@ -13,8 +13,8 @@ import tomli_w
 import torch
 import torch.distributed.checkpoint as dcp
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-from torch.distributed.tensor import DTensor
 
+from helpers.toy import whole
 from pc_recipe.config import load_config
 from pc_recipe.config import write_config as write_resolved
 from pc_recipe.config.model_sizes import FLAVORS, Flavor
@@ -134,10 +134,6 @@ def train(rank: int, config: Path, overrides: list[str]) -> dict[str, torch.Tens
 def state_of(trainer) -> dict[str, torch.Tensor]:
     """Parameters and buffers of this rank's model parts under checkpoint names, as whole tensors."""
     return {name: whole(tensor) for name, tensor in trainer.checkpointer.states["model"].state_dict().items()}
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
 def load_all(checkpoint: Path) -> dict[str, torch.Tensor]:

@@ -2,6 +2,7 @@
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 import pc
 from pc.layer import put_in_graph
@@ -34,9 +35,9 @@ def toy_model(d: int = 7, f: int = 10, layers: int = 2, seed: int = 0) -> nn.Seq
     return model
 
 
-def toy_batch(index: int, size: int = 4, d: int = 7) -> torch.Tensor:
-    """[size, d] float64, the same for the same index."""
-    return torch.randn(size, d, generator=torch.Generator().manual_seed(1000 + index), dtype=torch.float64)
+def toy_batch(index: int, d: int = 7) -> torch.Tensor:
+    """[4, d] float64, the same for the same index."""
+    return torch.randn(4, d, generator=torch.Generator().manual_seed(1000 + index), dtype=torch.float64)
 
 
 def leading_vectors(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -157,8 +158,9 @@ def trained(preconditioner):
     return {name: (whole(w.orig), whole(w.gamma)) for name, w in preconditioner.weights.items()}
 
 
-def whole(tensor):
-    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy on this rank of all of it."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
 def expected_pc(preconditioner):

@@ -13,10 +13,10 @@ from pc_recipe.data.tokenizing import tokenize
 WORDS = "the of polynomial weight spectrum layer gradient singular value norm is grows 3.14 – naïve 字 \n".split(" ")
 
 
-def random_texts(count: int, seed: int, words: int = 60) -> list[str]:
+def random_texts(count: int, seed: int) -> list[str]:
     choose = random.Random(seed)
     # numbered, so that no two are equal
-    return [f"{seed}.{i} " + " ".join(choose.choices(WORDS, k=choose.randint(1, words))) for i in range(count)]
+    return [f"{seed}.{i} " + " ".join(choose.choices(WORDS, k=choose.randint(1, 60))) for i in range(count)]
 
 
 @pytest.fixture(scope="session")

@@ -94,7 +94,6 @@ def test_the_trainer_names_the_matrix(one_process, value):
         finite.skips(2, is_finite, range(1))
     said = str(raised.value)
     assert "\n" not in said
-    print(said)
     named = said.partition("not finite now: ")[2].split(",")[0]
     if value == 1e30:
         assert named == f"PC of {name}.weight (largest weight 1.0e+30)"

@@ -3,20 +3,20 @@ data is not: tensors are on the meta device, and the process group is torch's fa
 with the trainer's own model, sharding, PC and Muon."""
 
 import math
-from pathlib import Path
 
 import pytest
 from torch.utils.flop_counter import FlopCounterMode
 
 import pc
 from helpers.fake_ranks import Counts, fake_rank, sharded
+from helpers.tiny import ROOT
 from pc.owner import BUCKET_BYTES, assign, matrix_cost
 from pc.preconditioner import Preconditioner
 from pc_recipe.config import load_config
 from pc_recipe.plan.cost import RunCost
 from pc_recipe.train.llama2 import model_args
 
-CONFIG = Path(__file__).parents[3] / "train_configs" / "1b_adamw_pc.toml"
+CONFIG = ROOT / "train_configs" / "1b_adamw_pc.toml"
 WORLD, LAYERS, D, F = 8, 18, 2048, 5632
 FFN = [(F, D), (D, F), (F, D)]
 CP2 = ["--parallelism.context_parallel_degree", "2"]

@@ -20,17 +20,16 @@ def _config(level=4, **kwargs):
     return PCConfig(level=level, blocks=("o",), **kwargs)
 
 
-def _batch(shape, size=3, converged=True):
-    """W [B, n, m], gamma [B, 1], u [B, n], v [B, m] and a gradient [B, n, m], no two matrices of one norm."""
+def _batch(shape, converged=True):
+    """W [3, n, m], gamma [3, 1], u [3, n], v [3, m] and a gradient [3, n, m], no two matrices of one norm."""
     generator = torch.Generator().manual_seed(0)
     weight, gradient, u, v = (
-        torch.randn(size, *kind, generator=generator, dtype=torch.float64)
-        for kind in (shape, shape, shape[:1], shape[1:])
+        torch.randn(3, *kind, generator=generator, dtype=torch.float64) for kind in (shape, shape, shape[:1], shape[1:])
     )
-    weight *= torch.tensor([3.0, 0.02, 1.0], dtype=torch.float64)[:size, None, None]
+    weight *= torch.tensor([3.0, 0.02, 1.0], dtype=torch.float64)[:, None, None]
     u, v = (x / x.norm(dim=-1, keepdim=True) for x in (u, v))
     u, v = leading_vectors(weight) if converged else power_iteration(weight, u, v, 2)
-    return weight, torch.linspace(0.7, 1.1, size, dtype=torch.float64)[:, None], u, v, gradient
+    return weight, torch.linspace(0.7, 1.1, 3, dtype=torch.float64)[:, None], u, v, gradient
 
 
 @pytest.mark.parametrize("level", LEVELS)

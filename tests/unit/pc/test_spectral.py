@@ -6,17 +6,13 @@ from pc.spectral import EPSILON, initial_vectors, power_iteration, spectral_norm
 pytestmark = pytest.mark.fast
 
 
-def _weights(seed=0, shape=(3, 12, 20)):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
 def _start(weights):
     pairs = [initial_vectors(f"layer.{i}", weights.shape[-2:]) for i in range(weights.size(0))]
     return torch.stack([u for u, _ in pairs]).double(), torch.stack([v for _, v in pairs]).double()
 
 
 def test_power_iteration_finds_the_spectral_norm():
-    weights = _weights()
+    weights = torch.randn(3, 12, 20, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     exact = torch.linalg.svdvals(weights)[:, 0]
     few = spectral_norm_estimate(weights, *power_iteration(weights, *_start(weights), 3))
     many = spectral_norm_estimate(weights, *power_iteration(weights, *_start(weights), 2000))

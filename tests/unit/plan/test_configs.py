@@ -1,16 +1,15 @@
 """Every TOML that is shipped loads and dry-runs; the main ones hold the paper's numbers."""
 
 import math
-from pathlib import Path
 
 import pytest
 
+from helpers.tiny import ROOT
 from pc_recipe.config import load_config
 from pc_recipe.plan.check import check
 from pc_recipe.runs.sweep import equal_runs
 from pc_recipe.runs.sweep.spec import load
 
-ROOT = Path(__file__).parents[3]
 ARMS = ROOT / "train_configs" / "sweeps" / "arms.toml"
 STUDIES = [ROOT / "experiments" / name for name in ("small", "regime", "conditioning", "rivals")]
 SWEEPS = sorted({*(ROOT / "train_configs").rglob("sweeps/*.toml")} - {ARMS}) + [

@@ -1,16 +1,15 @@
 """The cost of a step against the figures of the paper."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from torchtitan.models.llama3.model.model import Transformer
 
+from helpers.tiny import ROOT
 from pc_recipe.config import load_config
 from pc_recipe.plan.cost import RunCost, table
 from pc_recipe.train.llama2 import model_args_of
 
-CONFIGS = Path(__file__).parents[3] / "train_configs"
+CONFIGS = ROOT / "train_configs"
 
 
 def test_figures_of_the_paper():
