@@ -1,10 +1,9 @@
 """A model's sizes from its config: trained, exported and estimated as they are written."""
 
-import pytest
 import torch
 
 from helpers.ranks import run_ranks
-from helpers.tiny import ROOT, VOCAB_SIZE, load_all, make_trainer, write_config
+from helpers.tiny import VOCAB_SIZE, load_all, make_trainer, write_config
 from pc.config import MatrixSplit
 from pc_recipe.config import load_config
 from pc_recipe.config import write_config as write_resolved
@@ -51,11 +50,3 @@ def test_every_size_is_trained_exported_and_estimated(tmp_path, tiny_shards):
         wrong = llama(torch.arange(32).view(2, 16)).logits
     torch.testing.assert_close(exported, logits, rtol=1e-4, atol=1e-5)  # float32, other kernels
     assert not torch.allclose(wrong, logits, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("ffn_dim", [1, 7, 64, 683, 4096])
-def test_the_ffn_has_the_width_that_is_given(ffn_dim):
-    config = load_config(
-        ROOT / "train_configs/debug.toml", [f"--model.ffn_dim={ffn_dim}", "--model.dim=200", "--model.n_heads=2"]
-    )
-    assert memory.count_sizes(config).ffn_dim == ffn_dim

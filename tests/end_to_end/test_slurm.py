@@ -17,7 +17,6 @@ from helpers.made_runs import make_evaluation_data
 from helpers.tiny import ROOT, make_shards, write_small_config
 from pc_recipe.files.run_folder import find_newest_step, read_state
 from pc_recipe.plan.allocation import Allocation
-from pc_recipe.runs.nodes import find_gloo_interface
 from pc_recipe.runs.sweep.select import select
 from pc_recipe.runs.sweep.spec import load
 from pc_recipe.runs.sweep.submit import submit as submit_sweeps
@@ -122,11 +121,6 @@ def test_a_users_mistake_is_not_requeued(here, tmp_path):
     assert [job_field(job, field) for field in ("JobState", "Restarts", "ExitCode")] == ["FAILED", "0", "2:0"]
     last = next(folder.glob("slurm/*.log")).read_text().splitlines()[-1]
     assert last.startswith(f"error: {folder}/checkpoint/step-4")
-
-
-def test_gloo_is_told_the_interface_that_reaches_the_other_node():
-    assert find_gloo_interface("127.0.0.1") == {"GLOO_SOCKET_IFNAME": "lo"}
-    assert find_gloo_interface("node.invalid") == {}
 
 
 @pytest.mark.soak

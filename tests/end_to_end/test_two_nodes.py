@@ -8,9 +8,7 @@ import tomllib
 import pytest
 
 from helpers.tiny import ROOT, metrics, write_small_config
-from pc.errors import UserError
 from pc_recipe.files.run_folder import read_state
-from pc_recipe.runs.nodes import Nodes
 
 
 @pytest.mark.soak
@@ -34,21 +32,3 @@ def test_the_same_command_on_each_node(tmp_path, tiny_shards):
     assert read_state(run).state == "finished" and len(metrics(run)) == 4
     assert tomllib.loads((run / "config.toml").read_text())["training"]["local_batch_size"] == 1  # 2 on 2 nodes
     assert "Finished at step 4" in said[0] and "Finished" not in said[1]
-
-
-@pytest.mark.parametrize(
-    "given, complaint",
-    [
-        ({"NNODES": "2"}, "NNODES=2 needs NODE_RANK, from 0 on, and MASTER_ADDR"),
-        ({"NNODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "a"}, "NODE_RANK below NNODES"),
-        ({"NNODES": "two"}, "should be numbers"),
-    ],
-)
-def test_incomplete_places_are_one_line(monkeypatch, given, complaint):
-    for name in ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
-    assert Nodes.from_environment() == Nodes()
-    for name, value in given.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match=complaint):
-        Nodes.from_environment()

@@ -4,12 +4,10 @@ import re
 
 import pytest
 
+from helpers.made_runs import make_begun
 from helpers.tiny import ROOT
 from helpers.torchless import launch, run_without_torch
-from pc_recipe.config import load_config
 from pc_recipe.files.lock import lock
-from pc_recipe.files.run_folder import write_state
-from pc_recipe.plan.check import check_settings
 
 TAKE_OVERRIDES = ("cost.py", "dry_run.py", "submit.py")
 CONFIG, NONE, SMALL = "train_configs/271m_adamw_pc.toml", "outputs/nothing", "should be a whole number, 1 or more"
@@ -25,51 +23,6 @@ def test_a_second_start_in_a_folder_is_refused_at_once(tiny_shards, tmp_path):
         f"error: {folder}: another process is training here; wait for it, or stop it; another run needs another "
         "--job.dump_folder"
     )
-
-
-@pytest.mark.parametrize(
-    "words, said",
-    [
-        ("--model.dim=32", "model.dim is 256 in the run of {}, 32 in the config"),
-        ("--model.flavor=nano", "model.dim is 256 in the run of {}, 128 in the config"),
-        ("--model.ffn_dim=64", "model.ffn_dim is 704 in the run of {}, 64 in the config"),
-        ("--model.vocab_size=32008", "model.vocab_size is 32000 in the run of {}, 32008 in the config"),
-        ("--pc.level=2", "pc.level is "),
-        ("--pc.enable=false", "pc.enable is True in the run of {}, False in the config"),
-        ("--optimizer.name=AdamH", "optimizer.name is AdamW in the run of {}, AdamH in the config"),
-        ("--model.ffn_dim=704", ""),  # what it is already
-    ],
-)
-def test_a_run_does_not_go_on_with_another_model(tmp_path, words, said):
-    """Not after a minute by the checkpoint's tensors."""
-    make_begun(tmp_path)
-    config = load_config(ROOT / "train_configs/debug.toml", [f"--job.dump_folder={tmp_path}", words])
-    errors = check_settings(config).errors
-    assert len(errors) == bool(said) and "".join(errors).startswith(said.format(tmp_path))
-
-
-def make_begun(folder):
-    """A run of 3 steps, as far as a launcher looks at it."""
-    (folder / "checkpoint" / "step-3").mkdir(parents=True)
-    (folder / "checkpoint" / "step-3" / ".metadata").touch()
-    (folder / "config.toml").write_text('[model]\nflavor = "debug"\n[pc]\nenable = true\n')
-
-
-@pytest.mark.parametrize(
-    "words, errors",
-    [
-        ("--optimizer.lr=1e-4", ["{} has finished with another optimizer.lr; give another --job.dump_folder"]),
-        ("--metrics.log_freq=7", []),
-        ("--training.steps=4", []),  # it is trained on
-    ],
-)
-def test_a_finished_run_has_no_other_settings(tmp_path, words, errors):
-    make_begun(tmp_path)
-    write_state(tmp_path, "finished", 3, 3)
-    with (tmp_path / "config.toml").open("a") as file:
-        file.write("[training]\nsteps = 3\n[lr_scheduler]\nwarmup_steps = 1\n")
-    config = load_config(tmp_path / "config.toml", [f"--job.dump_folder={tmp_path}", words])
-    assert check_settings(config).errors == [error.format(tmp_path) for error in errors]
 
 
 def test_another_model_is_refused_before_torch_is_imported(tmp_path):

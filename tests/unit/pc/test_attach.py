@@ -151,6 +151,10 @@ def test_wrong_config(values, message):
         PCConfig(**values)
 
 
+def test_a_word_is_a_list_of_one():
+    assert PCConfig(blocks="ffn").blocks == ("ffn",) and PCConfig(heads="q").heads == ("q",)
+
+
 def test_a_map_of_ones_own_is_a_level():
     """The published coefficients of level 2 are level 2, for all blocks or one; a g(1) far from 1 is warned of."""
     own = [2.083, -1.643, 0.560]

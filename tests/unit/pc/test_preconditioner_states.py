@@ -270,11 +270,3 @@ def test_merge_and_detach_leave_a_plain_loop(leave):
     assert not hasattr(loop.model, "_ddp_params_and_buffers_to_ignore")
     pc.precondition(pc.attach(loop.model, PCConfig()), adamw(loop.model.parameters()))
     loop.model(toy_batch(0))
-
-
-def test_words_and_devices():
-    assert PCConfig(blocks="ffn").blocks == ("ffn",) and PCConfig(heads="q").heads == ("q",)
-    with torch.device("meta"):
-        from pc.spectral import initial_vectors
-
-        assert initial_vectors("a", (3, 4))[0].device.type == "cpu"

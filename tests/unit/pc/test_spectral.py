@@ -30,3 +30,8 @@ def test_initial_vectors_depend_on_the_name_alone():
     assert torch.equal(u, again[0]) and torch.equal(v, again[1])
     assert not torch.equal(u, other[0])
     assert u.norm().item() == pytest.approx(1.0, abs=1e-6)
+
+
+def test_initial_vectors_are_drawn_on_the_cpu_whatever_the_default_device():
+    with torch.device("meta"):
+        assert initial_vectors("a", (3, 4))[0].device.type == "cpu"

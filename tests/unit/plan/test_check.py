@@ -12,11 +12,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
 from torchtitan.distributed.activation_checkpoint import apply_ac
 
+from helpers.made_runs import make_begun
 from helpers.tiny import ROOT
 from pc_recipe.config import Config, load_config, rules
 from pc_recipe.config.schema import ActivationCheckpoint
 from pc_recipe.data.manifest import Manifest
 from pc_recipe.data.tokenizing import tokenize
+from pc_recipe.files.run_folder import write_state
 from pc_recipe.plan import installed, memory
 from pc_recipe.plan.check import check, check_settings, estimate_hours
 from pc_recipe.runs import launch
@@ -147,6 +149,44 @@ def test_what_a_run_starts_from_is_checked(tmp_path, tiny_shards, words, complai
     given += [f"--job.dump_folder={tmp_path}/new", *(word.format(folder=tmp_path) for word in words)]
     errors = check(load_config(ROOT / "train_configs" / "debug.toml", given), 1).errors
     assert len(errors) == bool(complaint) and all(re.search(complaint, error) for error in errors)
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ("--model.dim=32", "model.dim is 256 in the run of {}, 32 in the config"),
+        ("--model.flavor=nano", "model.dim is 256 in the run of {}, 128 in the config"),
+        ("--model.ffn_dim=64", "model.ffn_dim is 704 in the run of {}, 64 in the config"),
+        ("--model.vocab_size=32008", "model.vocab_size is 32000 in the run of {}, 32008 in the config"),
+        ("--pc.level=2", "pc.level is "),
+        ("--pc.enable=false", "pc.enable is True in the run of {}, False in the config"),
+        ("--optimizer.name=AdamH", "optimizer.name is AdamW in the run of {}, AdamH in the config"),
+        ("--model.ffn_dim=704", ""),  # what it is already
+    ],
+)
+def test_a_run_does_not_go_on_with_another_model(tmp_path, words, said):
+    """Not after a minute by the checkpoint's tensors."""
+    make_begun(tmp_path)
+    config = load_config(ROOT / "train_configs/debug.toml", [f"--job.dump_folder={tmp_path}", words])
+    errors = check_settings(config).errors
+    assert len(errors) == bool(said) and "".join(errors).startswith(said.format(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "words, errors",
+    [
+        ("--optimizer.lr=1e-4", ["{} has finished with another optimizer.lr; give another --job.dump_folder"]),
+        ("--metrics.log_freq=7", []),
+        ("--training.steps=4", []),  # it is trained on
+    ],
+)
+def test_a_finished_run_has_no_other_settings(tmp_path, words, errors):
+    make_begun(tmp_path)
+    write_state(tmp_path, "finished", 3, 3)
+    with (tmp_path / "config.toml").open("a") as file:
+        file.write("[training]\nsteps = 3\n[lr_scheduler]\nwarmup_steps = 1\n")
+    config = load_config(tmp_path / "config.toml", [f"--job.dump_folder={tmp_path}", words])
+    assert check_settings(config).errors == [error.format(tmp_path) for error in errors]
 
 
 def test_a_start_says_the_warnings_and_hands_on_the_micro_batch(command, tiny_config, tmp_path, monkeypatch):

@@ -52,3 +52,9 @@ assert not report.errors and estimate_hours(report, 8) > 0
 assert "torch" in sys.modules and "torchtitan" not in sys.modules
 """
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+@pytest.mark.parametrize("ffn_dim", [1, 7, 64, 683, 4096])
+def test_the_ffn_has_the_width_that_is_given(ffn_dim):
+    config = Config(model={"flavor": "debug", "ffn_dim": ffn_dim, "dim": 200, "n_heads": 2})
+    assert count_sizes(config).ffn_dim == ffn_dim
