@@ -51,6 +51,14 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     return config
 
 
+def read_config(run: Path) -> Config | None:
+    """The configuration of a run's folder; None without one that this version can read."""
+    try:
+        return load_config(run / "config.toml")
+    except UserError:
+        return None
+
+
 def write_config(config: Config, destination: str | Path) -> None:
     """Write what is set as one TOML that resolves to `config`, with its origin in comments."""
     write_atomically(destination, f"{config._origin}\n{tomli_w.dumps(config.model_dump(exclude_unset=True))}")

@@ -12,8 +12,8 @@ FLOAT8 = "quantize.linear.float8"
 _SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble")
 _IN_ROUNDS = ("Interleaved1F1B", "InterleavedZeroBubble")
 """Of some as many microbatches as ranks each; all have equally many."""
-_STAGES_PER_RANK = {"1F1B": 1, "GPipe": 1, "ZBVZeroBubble": 2}
-"""Of schedules that have a fixed number; the others have two or more."""
+_ONE_STAGE_PER_RANK = ("1F1B", "GPipe")
+"""The others have two."""
 
 
 def require(config: Config, dims: Degrees, on_cpu: bool = False) -> None:
@@ -46,8 +46,6 @@ def anywhere(config: Config) -> Iterator[str]:
         yield f"model.n_kv_heads = {shape.n_kv_heads} should divide model.n_heads = {shape.n_heads}"
     if config.optimizer.independent_decay and not config.optimizer.lr:
         yield "optimizer.independent_decay = true needs optimizer.lr above 0, which the decay is divided by"
-    if config.activation_checkpoint.mode == "memory_budget" and not compiles_model(config):
-        yield 'activation_checkpoint.mode = "memory_budget" needs compile.enable = true, with model among its components'
     if config.checkpoint.initial_load_path and not config.checkpoint.enable:
         yield "checkpoint.initial_load_path needs checkpoint.enable = true; without it nothing is loaded"
     if config.checkpoint.initial_load_in_hf and not config.checkpoint.initial_load_path:
@@ -143,24 +141,13 @@ def _in_rounds(config: Config, ranks: int, microbatches: int) -> Iterator[str]:
 
 
 def _split_into_stages(config: Config, ranks: int) -> Iterator[str]:
-    """What TorchTitan's `pipeline_llm` asserts of the number of stages and of the layers in each."""
-    settings, layers = config.parallelism, shape_of(config.model).n_layers
-    ends = settings.pipeline_parallel_first_stage_less_layers, settings.pipeline_parallel_last_stage_less_layers
-    counted, fixed = layers + sum(ends), _STAGES_PER_RANK.get(settings.pipeline_parallel_schedule)
-    stages = least = ranks * (fixed or 2)
-    if wish := settings.pipeline_parallel_layers_per_stage:
-        stages = math.ceil(counted / wish)
-        if stages != least if fixed else stages % ranks or stages < least:
-            yield (
-                f"parallelism.pipeline_parallel_layers_per_stage = {wish} makes {stages} stages of {counted} layers (embedding "
-                f'and head included); "{settings.pipeline_parallel_schedule}" on {ranks} ranks needs '
-                f"{least if fixed else f'a multiple of {ranks}, {least} or more'}"
-            )
-            return
-    if counted // stages < max(1, *ends):
+    """What TorchTitan's `pipeline_llm` asserts of the number of layers, to which it adds embedding and head."""
+    schedule, layers = config.parallelism.pipeline_parallel_schedule, shape_of(config.model).n_layers
+    stages = ranks * (1 if schedule in _ONE_STAGE_PER_RANK else 2)
+    if layers + 2 < stages:
         yield (
             f"model.n_layers = {layers} is too few for the {stages} stages of parallelism.pipeline_parallel_degree = {ranks} "
-            f'with "{settings.pipeline_parallel_schedule}"'
+            f'with "{schedule}"'
         )
 
 

@@ -123,9 +123,6 @@ class Parallelism(Section):
     )
     tensor_parallel_degree: Count = key(1, "Ranks that share each matrix.")
     pipeline_parallel_degree: Count = key(1, "Stages of the pipeline.")
-    pipeline_parallel_first_stage_less_layers: Interval = key(1, "Layers that the embedding counts for.")
-    pipeline_parallel_last_stage_less_layers: Interval = key(1, "Layers that the head counts for.")
-    pipeline_parallel_layers_per_stage: Count | None = key(None, "Layers per stage; unset: by the schedule.")
     pipeline_parallel_schedule: PipelineSchedule = key("1F1B", "Name of one of torch's pipeline schedules.")
     pipeline_parallel_microbatch_size: Count = key(1, "Sequences that pass through the pipeline together.")
     context_parallel_degree: Count = key(1, "Ranks that share each sequence.")
@@ -160,11 +157,10 @@ class Checkpoint(Section):
 
 
 class ActivationCheckpoint(Section):
-    mode: Literal["selective", "full", "memory_budget", "none"] = key("selective", "What the backward pass recomputes.")
+    mode: Literal["selective", "full", "none"] = key("selective", "What the backward pass recomputes.")
     selective_ac_option: Annotated[str, StringConstraints(pattern=r"^(op|[0-9]{1,9})$")] = key(
         "2", "Of selective: op recomputes all but costly operations, a number n every n-th block."
     )
-    memory_budget: Fraction = key(0.5, "Of memory_budget: 0 recomputes most, 1 nothing.")
 
 
 class Compile(Section):

@@ -49,6 +49,11 @@ class RunLog:
         lines = [by_step[step] for step in sorted(by_step)]
         return pd.Series([line[key] for line in lines], [line[over] for line in lines], dtype=float)
 
+    def seconds(self, remedy: str = "") -> "pd.Series":
+        """Seconds of training steps up to each logged one, without validation, checkpoints and pauses; as `series`."""
+        taken = self.series("step_seconds", remedy=remedy)
+        return (taken * (taken.index - [0, *taken.index[:-1]])).cumsum()
+
 
 def read_log(path: str | Path, newest: int | None = None) -> RunLog:
     """Read the metrics of a run folder, or a `metrics.jsonl` file: all lines or the `newest`, without damaged ones and

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pc.errors import UserError
-from pc_recipe.config import Config, load_config, rules, run_key
+from pc_recipe.config import Config, read_config, rules, run_key
 from pc_recipe.config.rank_batches import RankBatches
 from pc_recipe.config.schema import Data
 from pc_recipe.data.manifest import Manifest, require_different, require_same_tokenizer
@@ -232,7 +232,7 @@ def has_finished(config: Config) -> bool:
 
 def _check_finished(result: CheckResult, config: Config) -> None:
     folder = Path(config.job.dump_folder)
-    earlier = _try(result, load_config, folder / "config.toml")
+    earlier = read_config(folder)
     if earlier and (changed := run_key.differing_keys(run_key.result_key(earlier), run_key.result_key(config))):
         result.add_error(f"{folder} has finished with another {', '.join(changed)}; give another --job.dump_folder")
 
@@ -240,11 +240,7 @@ def _check_finished(result: CheckResult, config: Config) -> None:
 def _check_resume(result: CheckResult, config: Config) -> None:
     """Whether the run in its folder can go on with these weights; its checkpoint is asked again, after seconds."""
     folder = Path(config.job.dump_folder)
-    try:
-        before = run_key.weights_key(load_config(folder / "config.toml"))
-    except UserError:  # of an older version
-        return
-    now = run_key.weights_key(config)
+    before, now = run_key.weights_key(read_config(folder) or config), run_key.weights_key(config)
     for key in run_key.differing_keys(before, now)[:1]:
         result.add_error(
             f"{key} is {before.get(key)} in the run of {folder}, {now.get(key)} in the config; use the run's, or another "

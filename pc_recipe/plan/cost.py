@@ -69,13 +69,12 @@ def _counted(function: Callable[[], object]) -> int:
 class StepCost:
     """FLOPs of one optimizer step of the whole job, unless said otherwise."""
 
-    tokens: int
     model: float
     """Attention is counted causally, as by a kernel that skips the upper triangle; recomputation is not counted."""
     model_full_square: float
     """Attention is counted fully, as TorchTitan does for its MFU."""
-    recomputed: int | None
-    """What activation checkpointing repeats of `model`; None with a memory budget, where the compiler decides."""
+    recomputed: int
+    """What activation checkpointing repeats of `model`."""
     pc: int
     pc_busiest: int
     """PC on the rank with the most work."""
@@ -116,7 +115,6 @@ class RunCost:
         of_weights = 6 * (self.parameters - embedding)
         upper_triangle = 6 * self.shape.n_layers * self.shape.dim * seq_len  # of scores and their matmul with values
         return StepCost(
-            tokens=self.tokens,
             model=self.tokens * (of_weights + upper_triangle),
             model_full_square=self.tokens * (of_weights + 2 * upper_triangle),
             recomputed=self._recomputed_flops(),
@@ -132,15 +130,15 @@ class RunCost:
             tflops: TFLOP/s of one GPU; None: `assume_tflops`.
         """
         cost, pc = self.step_cost(), self.config.pc
-        operations = cost.model + (cost.recomputed or 0)
+        operations = cost.model + cost.recomputed
         if pc.enable:
             operations += cost.pc
         return self.config.training.steps * operations / (3600e12 * (tflops or assume_tflops(self.shape.dim)))
 
-    def _recomputed_flops(self) -> int | None:
+    def _recomputed_flops(self) -> int:
         """Of all sequences of a step, on the whole model without memory for it."""
-        if (mode := self.config.activation_checkpoint.mode) in ("none", "memory_budget"):
-            return 0 if mode == "none" else None
+        if self.config.activation_checkpoint.mode == "none":
+            return 0
         # imported here, because it takes seconds
         from torchtitan.distributed.activation_checkpoint import apply_ac
         from torchtitan.models.llama3.model.model import Transformer
@@ -169,6 +167,7 @@ def table(run_cost: RunCost) -> str:
     operations = [
         ("model, attention counted causally", cost.model, "100 %"),
         ("model, attention counted fully", cost.model_full_square, ""),
+        ("repeated by activation checkpointing", cost.recomputed, _percent(cost.recomputed / cost.model)),
         ("PC, whole job", cost.pc, _percent(cost.pc / cost.model)),
         (
             "PC, on the busiest rank",
@@ -176,9 +175,6 @@ def table(run_cost: RunCost) -> str:
             f"{_percent(cost.pc_busiest * ranks / cost.model)} of that rank's",
         ),
     ]
-    if cost.recomputed is not None:
-        share = _percent(cost.recomputed / cost.model)
-        operations.insert(2, ("repeated by activation checkpointing", cost.recomputed, share))
     rows = [(what, f"{flops / 1e15:.4g}", share) for what, flops, share in operations]
     rows.append(("paper's bound", "", _percent(cost.paper_bound)))
     bound = (
@@ -186,7 +182,7 @@ def table(run_cost: RunCost) -> str:
         "relative to the preconditioned matrices' own matmuls.\n"
     )
     return (
-        f"{run_cost.parameters / 1e6:,.1f} M parameters, {ranks} GPUs, {cost.tokens:,} tokens per step in {run_cost.batches.micro_batches} "
+        f"{run_cost.parameters / 1e6:,.1f} M parameters, {ranks} GPUs, {run_cost.tokens:,} tokens per step in {run_cost.batches.micro_batches} "
         f"micro-batches of {config.training.local_batch_size} x {config.training.seq_len} per rank, PC: "
         f"{describe_pc(config.pc.pc_config)}{note}\n\n"
         + markdown.table(("operations per step", "PFLOP", "of the model's"), rows)

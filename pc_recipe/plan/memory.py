@@ -14,7 +14,7 @@ from pc.report import skeleton
 from pc.splits import WeightSplit
 from pc.weight import Weight, named_weights
 from pc_recipe.config import Config
-from pc_recipe.config.model_sizes import shape_of, weight_shapes
+from pc_recipe.config.model_sizes import Flavor, shape_of, weight_shapes
 from pc_recipe.config.optimizers import KINDS
 from pc_recipe.config.rank_batches import Degrees, RankBatches
 from pc_recipe.config.schema import ActivationCheckpoint
@@ -36,10 +36,6 @@ class Sizes:
     """Of one transformer block."""
     outside_blocks: int
     """Embedding, final norm and head."""
-    dim: int
-    ffn_dim: int
-    layers: int
-    vocabulary: int
     pc_kept: int
     """Bytes that PC's first pass leaves for the second."""
 
@@ -71,10 +67,6 @@ def count_sizes(config: Config) -> Sizes:
         preconditioned=sum(weight.effective.numel() for weight in weights),
         block=sum(block.values()),
         outside_blocks=sum(counts.values()) - shape.n_layers * sum(block.values()),
-        dim=shape.dim,
-        ffn_dim=shape.ffn_dim,
-        layers=shape.n_layers,
-        vocabulary=config.model.vocab_size,
         pc_kept=sum(count_kept_bytes(*matrix) for weight in weights for matrix in matrices_of(weight.split)),
     )
 
@@ -113,7 +105,8 @@ def estimate_memory(config: Config, dims: Degrees, sizes: Sizes | None = None) -
         # The current and the next block, gathered; the block's gradient before the reduce-scatter; and
         # embedding and head, which stay gathered through the forward pass.
         gathered = 3 * block + sizes.outside_blocks / model_split
-    whole, kept = _count_whole_block(sizes), count_kept_per_block(sizes, config.activation_checkpoint)
+    shape = shape_of(config.model)
+    whole, kept = _count_whole_block(shape), count_kept_per_block(shape, config.activation_checkpoint)
     recomputed = whole if kept < whole else 0  # of the current block
     states = count_state_elements(config, sizes)
     # itself and its gradient; or in float32 the log-softmax, its gradient, and the logit's gradient
@@ -124,8 +117,8 @@ def estimate_memory(config: Config, dims: Degrees, sizes: Sizes | None = None) -
         "optimizer": FLOAT32 * states["optimizer"] / split,
         "W beside PC(W)": FLOAT32 * states["W"] / split,
         "gathered": itemsize * gathered,
-        "activations": itemsize * tokens * (sizes.layers * kept + recomputed) / model_split,
-        "logits": per_logit * tokens * sizes.vocabulary / dims.tp,
+        "activations": itemsize * tokens * (shape.n_layers * kept + recomputed) / model_split,
+        "logits": per_logit * tokens * config.model.vocab_size / dims.tp,
     }
     if config.pc.enable:
         parts["PC's products"] = min(sizes.pc_kept / split, KEPT_BYTES)
@@ -146,28 +139,28 @@ def estimate_checkpoint_bytes(config: Config, sizes: Sizes) -> int:
     return FLOAT32 * (sizes.total + sum(count_state_elements(config, sizes).values()))
 
 
-def _count_whole_block(sizes: Sizes) -> int:
+def _count_whole_block(shape: Flavor) -> int:
     """Elements per token that a block keeps without activation checkpointing.
 
     8 vectors of `dim`: the block's input, both norms' outputs, q, k, v, the attention output and the residual after it.
     4 vectors of `ffn_dim`: gate, its activation, up and their product.
     """
-    return 8 * sizes.dim + 4 * sizes.ffn_dim
+    return 8 * shape.dim + 4 * shape.ffn_dim
 
 
-def count_kept_per_block(sizes: Sizes, checkpointing: ActivationCheckpoint) -> float:
+def count_kept_per_block(shape: Flavor, checkpointing: ActivationCheckpoint) -> float:
     """Elements per token that a block keeps from its forward to its backward pass, averaged over blocks.
 
     "full" keeps a block's input. "selective" with "op" keeps that, the attention output and every second
     matmul: q, v, gate and down. "selective" with a number n recomputes every n-th block and keeps its input only; other
-    blocks keep everything. For "memory_budget" this returns an upper bound: everything.
+    blocks keep everything.
     """
-    whole = _count_whole_block(sizes)
+    whole = _count_whole_block(shape)
     if checkpointing.mode == "full":
-        return sizes.dim
+        return shape.dim
     if checkpointing.mode == "selective" and checkpointing.selective_ac_option == "op":
-        return 5 * sizes.dim + sizes.ffn_dim
+        return 5 * shape.dim + shape.ffn_dim
     if checkpointing.mode == "selective":
         every = max(int(checkpointing.selective_ac_option), 1)
-        return ((every - 1) * whole + sizes.dim) / every
+        return ((every - 1) * whole + shape.dim) / every
     return whole

@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 
 from pc.errors import UserError
+from pc_recipe.config import read_config
 from pc_recipe.files.plots import label_tokens, short_tokens
 from pc_recipe.files.run_folder import read_environment, read_state
 from pc_recipe.files.run_log import VALIDATION, RunLog
@@ -75,7 +76,7 @@ def _why_apart(reference: RunLog, run: RunLog) -> str:
         state = read_state(one.file.parent).state
         if state not in FINISHED:
             return f"{one.name} has not finished ({state})"
-    return settings.why_apart(settings.read(reference), settings.read(run))
+    return settings.why_apart(read_config(reference.file.parent), read_config(run.file.parent))
 
 
 def reached(row: Any) -> str:
@@ -146,8 +147,7 @@ def _draw(axes: Any, runs: Sequence[RunLog], curves: Sequence[pd.Series], **styl
 
 def _by_hours(run: RunLog, key: str) -> pd.Series:
     """What is logged under `key`, by the hours that the steps so far took, without validation, checkpoints and pauses."""
-    seconds = run.series("step_seconds", remedy="time is drawn for runs that log it")
-    hours = (seconds * np.diff(seconds.index, prepend=0)).cumsum() / 3600
+    hours = run.seconds("time is drawn for runs that log it") / 3600
     curve = run.series(key)
     return curve.set_axis(np.interp(curve.index, hours.index, hours))
 

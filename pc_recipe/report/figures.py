@@ -10,6 +10,7 @@ from pc.measure import conditioning
 from pc.report import page
 from pc.report.read import of_tensors
 from pc.report.terminal import announce_and_watch
+from pc_recipe.config import read_config
 from pc_recipe.files.plots import label_tokens, legend_below, save, subplots
 from pc_recipe.files.run_log import RunLog, read_logs
 from pc_recipe.report import settings, spectra
@@ -53,7 +54,7 @@ def plot_gmcn(runs: Sequence[RunLog], output: Path) -> Path:
         for i, run in enumerate(runs):
             curve = run.series(f"spectra/gmcn/{group}", "tokens", "set [diagnostics] spectra_freq above 0")
             axes.plot(curve.index, curve, marker=".", color=f"C{i}", label=run.name)
-        apart = group == "pc" and len({settings.blocks(settings.read(run)) for run in runs}) > 1
+        apart = group == "pc" and len({settings.blocks(read_config(run.file.parent)) for run in runs}) > 1
         axes.set_title(title + " (not the same ones)" * apart)
         label_tokens(axes)
         axes.xaxis.set_major_locator(MaxNLocator(4))

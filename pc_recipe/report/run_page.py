@@ -17,6 +17,7 @@ from pc.blocks import BLOCK_SUFFIXES
 from pc.errors import UserError
 from pc.report import draw, html
 from pc.spectral import singular_values
+from pc_recipe.config import read_config
 from pc_recipe.config.headline import headline
 from pc_recipe.evaluate import plain_weights
 from pc_recipe.evaluate.generate import continue_text
@@ -64,12 +65,7 @@ class _Shown:
     @property
     def seconds(self) -> float:
         """Of all its training steps."""
-        taken = self.log.series("step_seconds")
-        return (
-            float((taken * pd.Series(taken.index, taken.index).diff().fillna(taken.index[0])).sum())
-            if len(taken)
-            else 0
-        )
+        return float(self.log.seconds().max()) if "step_seconds" in self.log.keys() else 0.0
 
 
 def write(paths: Sequence[Path], output: Path, sweeps: Sequence[Path] = ()) -> str:
@@ -118,7 +114,7 @@ def write(paths: Sequence[Path], output: Path, sweeps: Sequence[Path] = ()) -> s
 
 def _show(log: RunLog) -> _Shown:
     folder = log.file.parent
-    config = settings.read(log)
+    config = read_config(folder)
     checkpoint = find_newest_checkpoint(folder)
     sigma, text = None, "no checkpoint"
     if checkpoint is not None:

@@ -4,19 +4,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from pc.blocks import BLOCK_GROUPS
-from pc.errors import UserError
-from pc_recipe.config import Config, load_config, run_key
+from pc_recipe.config import Config, read_config, run_key
 from pc_recipe.config.model_sizes import sizes_of
 from pc_recipe.files.run_folder import list_configs, read_environment
 from pc_recipe.files.run_log import RunLog
-
-
-def read(run: RunLog) -> Config | None:
-    """The run's configuration; None without one that this version can read."""
-    try:
-        return load_config(run.file.parent / "config.toml")
-    except UserError:
-        return None
 
 
 def blocks(config: Config | None) -> str:
@@ -44,7 +35,7 @@ def why_apart(first: Config | None, other: Config | None) -> str:
 def differences(runs: Sequence[RunLog]) -> list[str]:
     """Such as "optimizer.lr: 0.001 in baseline, 0.002 in pc" for each setting that decides a result; and what was trained by
     other code, or in parts with other settings."""
-    known = {run.name: config for run in runs if (config := read(run)) is not None}
+    known = {run.name: config for run in runs if (config := read_config(run.file.parent)) is not None}
     ranks = {run.name: read_environment(run.file.parent).get("world_size") for run in runs}
     keys = {name: run_key.result_key(config, ranks[name], data={}) for name, config in known.items()}
     with_pc = {name: key for name, key in keys.items() if key.get("pc.enable")}

@@ -5,19 +5,18 @@ ranks and launcher unpickle. So ranks of one machine meet in files of a private 
 """
 
 import contextlib
-import fcntl
 import functools
 import importlib
 import os
 import socket
-import struct
 import tempfile
 import uuid
 from dataclasses import dataclass
 
+import psutil  # type: ignore[import-untyped]
+
 from pc.errors import UserError
 
-_ADDRESS_OF_INTERFACE = 0x8915  # SIOCGIFADDR
 _PLACE = "PC_MEETING_PLACE"
 """The variable with the path of the private folder."""
 
@@ -97,9 +96,7 @@ def find_gloo_interface(peer: str) -> dict[str, str]:
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((peer, 9))  # chooses a route, sends nothing
         own_address = probe.getsockname()[0]
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # an interface without an address
-                request = fcntl.ioctl(probe, _ADDRESS_OF_INTERFACE, struct.pack("256s", name.encode()))
-                if socket.inet_ntoa(request[20:24]) == own_address:
-                    return {"GLOO_SOCKET_IFNAME": name}
+        for name, addresses in psutil.net_if_addrs().items():
+            if own_address in [one.address for one in addresses]:
+                return {"GLOO_SOCKET_IFNAME": name}
     return {}

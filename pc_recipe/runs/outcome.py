@@ -1,5 +1,6 @@
 """What a run came to, in a few lines: losses, speed, where things are and what to do with them."""
 
+import math
 import os
 import shlex
 import sys
@@ -26,25 +27,20 @@ def describe_outcome(run: Path) -> str:
 def _describe_result(run: Path, step: int) -> str:
     """Losses, duration and speed, as far as they were logged."""
     try:
-        log = read_log(run).lines
+        log = read_log(run)
     except UserError:
         return f"Finished at step {step}."
-    lines = {line["step"]: line for line in log if "loss" in line}
-    validated = [line[VALIDATION] for line in log if VALIDATION in line]
-    found = [f"train loss {_number(line['loss'])}" for line in list(lines.values())[-1:]]
-    found += [f"validation loss {_number(loss)}" for loss in validated[-1:]]
-    seconds, before = 0.0, 0
-    for at, line in sorted(lines.items()):
-        seconds, before = seconds + (at - before) * line.get("step_seconds", 0.0), at
-    if seconds:
-        tokens = max(line["tokens"] for line in lines.values())
+    found = [f"train loss {_number(loss)}" for loss in log.series("loss").tail(1)]
+    found += [f"validation loss {_number(loss)}" for loss in log.series(VALIDATION).tail(1)]
+    for seconds in filter(None, log.seconds().tail(1)):
+        tokens = round(log.series("tokens").max())
         found.append(f"{tokens:,} tokens in {timedelta(seconds=round(seconds))} of training steps")
         found.append(f"{tokens / seconds:,.0f} tokens/s")
     return f"Finished at step {step}: {', '.join(found)}."
 
 
-def _number(loss: float | None) -> str:
-    return "not finite" if loss is None else f"{loss:.4f}"
+def _number(loss: float) -> str:
+    return f"{loss:.4f}" if math.isfinite(loss) else "not finite"
 
 
 def _list_next_commands(run: Path, checkpoint: Path | None) -> list[str]:

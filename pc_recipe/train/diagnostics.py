@@ -14,8 +14,6 @@ for step in ...:
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from itertools import chain
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -222,7 +220,9 @@ class Diagnostics:
         outputs = [(torch.zeros(count, device=item[0].device, dtype=item[0].dtype),) for item in inputs]
         Plan(inputs, outputs, settings).run(function, inputs, outputs)
         numbers = _to_numbers([output for (output,) in outputs])
-        return {name: copies[0] for name, copies in _gather_by_name(dict(zip(names, numbers, strict=True))).items()}
+        of_ranks: list[dict] = [{}] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, dict(zip(names, numbers, strict=True)))
+        return {name: values for of_rank in of_ranks for name, values in of_rank.items()}
 
     def _pc_weights(self) -> dict[str, Weight]:
         return {} if self._preconditioner is None else self._preconditioner.weights
@@ -231,16 +231,6 @@ class Diagnostics:
 def _to_numbers(tensors: list[Tensor]) -> list:
     """Tensors of one shape as numbers, with one synchronisation of the device."""
     return torch.stack(tensors).tolist() if tensors else []
-
-
-def _gather_by_name(own: dict[Any, Any]) -> dict[Any, list]:
-    """The values of all ranks that have the name; ranks of other pipeline stages have other names."""
-    all_ranks: list[dict] = [own]
-    if dist.is_initialized():
-        all_ranks = [{}] * dist.get_world_size()
-        dist.all_gather_object(all_ranks, own)
-    names = dict.fromkeys(chain(*all_ranks))
-    return {name: [values[name] for values in all_ranks if name in values] for name in names}
 
 
 def _spectral(_, weight: Tensor) -> tuple[Tensor]:

@@ -6,7 +6,7 @@ import platform
 import re
 import socket
 import subprocess
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from pc_recipe.files import look
 from pc_recipe.files.atomic import write_atomically
 from pc_recipe.files.run_folder import read_parts
 
-PACKAGES = ("torch", "torchtitan", "datasets", "lm-eval", "transformers", "numpy", "pc-layer")
+PACKAGES = ("torch", "torchtitan", "datasets", "lm-eval", "transformers", "numpy")
 DIFFERENCES_SHOWN = 4
 
 
@@ -54,15 +54,9 @@ def write_environment(
     write_atomically(Path(folder) / "environment.json", json.dumps(content, indent=1) + "\n")
 
 
-def read_versions() -> dict[str, str | None]:
-    """Versions of Python and of the packages that affect a run's results; None if not installed."""
-    installed: dict[str, str | None] = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            installed[package] = version(package)
-        except PackageNotFoundError:
-            installed[package] = None
-    return installed
+def read_versions() -> dict[str, str]:
+    """Versions of Python and of the packages that affect a run's results."""
+    return {"python": platform.python_version()} | {package: version(package) for package in PACKAGES}
 
 
 def read_processor() -> dict[str, str]:
@@ -74,17 +68,12 @@ def read_processor() -> dict[str, str]:
 
 def read_commit() -> str | None:
     """The git commit of this code, with "+" if files differ from it; None outside a git checkout."""
-    here = Path(__file__).parent
-    outputs = []
-    for arguments in (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"]):
-        try:
-            git = subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True, timeout=30)
-        except (OSError, subprocess.TimeoutExpired):
-            return None
-        if git.returncode:
-            return None
-        outputs.append(git.stdout.strip())
-    return outputs[0] + ("+" if outputs[1] else "")
+    command = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
+    try:
+        git = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return git.stdout.strip() or None
 
 
 def require_agreement(config: Config) -> None:

@@ -3,7 +3,6 @@
 import hashlib
 import math
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from torchtitan.models.llama3.model.model import Transformer
 from pc.shards import local, own_slice
 from pc.targets import clean_name
 from pc_recipe.config import Config
-from pc_recipe.config.model_sizes import FLAVORS, shape_of
+from pc_recipe.config.model_sizes import shape_of
 from pc_recipe.config.sections import block_factor
 
 
@@ -38,31 +37,19 @@ class Llama2Args(TransformerModelArgs):
     """{block or group: factor of its initial weights}; `model.init_factors`."""
 
     def update_from_config(self, job_config, **kwargs) -> None:
-        super().update_from_config(job_config, **kwargs)
-        config: Config = job_config.ours
-        vars(self).update(asdict(shape_of(config.model)))
-        self.vocab_size = config.model.vocab_size
-        self.init_seed = config.debug.seed or 0
-        self.init_std = config.model.init_std
-        self.init_factors = config.model.init_factors
-
-
-def model_args(flavor: str, **changes: Any) -> Llama2Args:
-    """The arguments of a size of `pc_recipe.config.model_sizes`, such as `model_args("271M", max_seq_len=8192)`."""
-    return Llama2Args(**asdict(FLAVORS[flavor]) | changes)
+        vars(self).update(vars(model_args_of(job_config.ours)))
 
 
 def model_args_of(config: Config) -> Llama2Args:
     """The arguments of a run's model."""
-    sizes = {"vocab_size": config.model.vocab_size, "max_seq_len": config.training.seq_len}
-    return Llama2Args(**asdict(shape_of(config.model)) | sizes)
-
-
-class Flavors(dict):
-    """{size: `model_args`}, for TorchTitan's TrainSpec."""
-
-    def __missing__(self, flavor: str) -> Llama2Args:
-        return model_args(flavor)
+    return Llama2Args(
+        **asdict(shape_of(config.model)),
+        vocab_size=config.model.vocab_size,
+        max_seq_len=config.training.seq_len,
+        init_seed=config.debug.seed or 0,
+        init_std=config.model.init_std,
+        init_factors=config.model.init_factors,
+    )
 
 
 class Llama2(Transformer):

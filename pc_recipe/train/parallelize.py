@@ -72,7 +72,6 @@ def parallelize(model: Transformer, parallel_dims: AlwaysSharded, config: Config
             JobConfig(config).activation_checkpoint,
             model_compile_enabled=compile_model,
             op_sac_save_list=SAVED_OPERATIONS,
-            base_folder=config.job.dump_folder,
         )
     if compile_model:
         if parallel_dims.tp_enabled and model.tok_embeddings is not None:

@@ -135,12 +135,9 @@ class RankNumbers:
     """
 
     def __init__(self, factors: Sequence[tuple[str, float]], device: torch.device) -> None:
-        own = list(dict(factors))
-        of_ranks = [own]
-        if dist.is_initialized():
-            of_ranks = [[] for _ in range(dist.get_world_size())]
-            dist.all_gather_object(of_ranks, own)
-        self._names, self._num_ranks = list(dict.fromkeys(chain(*of_ranks))), len(of_ranks)
+        of_ranks: list[list[str]] = [[]] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, list(dict(factors)))
+        self._names = list(dict.fromkeys(chain(*of_ranks)))
         place = {name: index for index, name in enumerate(self._names)}
         self._places = torch.tensor([place[name] for name, _ in factors], device=device)
         self._factors = torch.tensor([factor for _, factor in factors], device=device, dtype=torch.float64)
@@ -152,8 +149,7 @@ class RankNumbers:
             own: tensors of one dimension, in the order of the factors.
         """
         numbers = torch.cat(own).double() * self._factors
-        of_ranks = numbers.new_zeros(1, len(self._names)).index_add_(1, self._places, numbers[None])
-        if dist.is_initialized():
-            of_one, of_ranks = of_ranks, of_ranks.new_empty(self._num_ranks, len(self._names))
-            dist.all_gather(list(of_ranks.split(1)), of_one)  # `all_gather_into_tensor` warns, in torch 2.13
+        of_one = numbers.new_zeros(1, len(self._names)).index_add_(1, self._places, numbers[None])
+        of_ranks = of_one.new_empty(dist.get_world_size(), len(self._names))
+        dist.all_gather(list(of_ranks.split(1)), of_one)  # `all_gather_into_tensor` warns, in torch 2.13
         return OfRanks(self._names, of_ranks.cpu())

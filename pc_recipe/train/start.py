@@ -8,8 +8,7 @@ import torch.distributed as dist
 from torchtitan.tools.logging import logger
 
 from pc.api import preserve
-from pc.errors import UserError
-from pc_recipe.config import Config, load_config
+from pc_recipe.config import Config, read_config
 from pc_recipe.config.run_key import all_values
 from pc_recipe.data.manifest import Manifest
 from pc_recipe.files.run_folder import require_no_other_run
@@ -84,10 +83,7 @@ def _take_loaded(config: Config, optimizers: Optimizers, is_plain: bool) -> None
 
 def _say_what_changed(folder: Path, config: Config, optimizers: Optimizers) -> None:
     """Name the keys in which this run's learning rates differ from those of its earlier part, and the way back."""
-    try:
-        earlier = load_config(folder / "config.toml")
-    except UserError:  # of an older version
-        earlier = config
+    earlier = read_config(folder) or config
     before, now = all_values(earlier), all_values(config)
     keys = [key for key in now if key.startswith(("optimizer.", "lr_scheduler.")) or key == "training.steps"]
     changed = [f"{key} {before[key]} -> {now[key]}" for key in keys if before[key] != now[key]]

@@ -1,15 +1,16 @@
 """What TorchTitan's trainer calls to make a run: this package's functions, with the run's `Config` for TorchTitan's."""
 
+from collections import defaultdict
 from typing import Any
 
+from torchtitan.components.loss import build_cross_entropy_loss
 from torchtitan.distributed.pipeline_parallel import pipeline_llm
 from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAdapter
 from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
 
 from pc_recipe.config import Config
 from pc_recipe.data.loader import GlobalOrderLoader
-from pc_recipe.train.llama2 import Flavors, Llama2
-from pc_recipe.train.loss import build_loss
+from pc_recipe.train.llama2 import Llama2, Llama2Args
 from pc_recipe.train.metrics import PCMetricsProcessor
 from pc_recipe.train.optimizers import Optimizers, build_schedulers
 from pc_recipe.train.parallelize import parallelize
@@ -41,14 +42,14 @@ def _build_validator(job_config: Any, dp_rank: int, dp_world_size: int, **_) -> 
 
 TRAIN_SPEC = TrainSpec(
     model_cls=Llama2,
-    model_args=Flavors(),
+    model_args=defaultdict(Llama2Args),  # those of a run are filled in by `Llama2Args.update_from_config`
     parallelize_fn=lambda model, dims, titan: parallelize(model, dims, titan.ours),
     pipelining_fn=pipeline_llm,
     build_optimizers_fn=lambda model_parts, titan, dims: Optimizers(model_parts, titan.ours),
     build_lr_schedulers_fn=build_schedulers,  # type: ignore[arg-type]  # of the optimizers that are made above
     build_dataloader_fn=_build_dataloader,
     build_tokenizer_fn=None,
-    build_loss_fn=lambda titan, parallel_dims: build_loss(titan.ours),
+    build_loss_fn=build_cross_entropy_loss,
     build_validator_fn=_build_validator,
     build_metrics_processor_fn=lambda titan, dims, model_args: PCMetricsProcessor(titan, dims),
     state_dict_adapter=Llama3StateDictAdapter,

@@ -21,6 +21,8 @@ class JobConfig(titan.JobConfig):
         super().__init__()
         self.model.hf_assets_path = ""  # its default is a folder of TorchTitan's checkout, which a warning would name
         _set(self, config)
+        if not config.compiles_loss:
+            self.compile.components = [part for part in config.compile.components if part != "loss"]
 
     def to_dict(self) -> dict[str, Any]:
         """For TorchTitan's loggers."""

@@ -50,8 +50,6 @@ def _in_float64() -> None:
     import torchtitan.models.llama3.model.model as llama
     from torchtitan.config import TORCH_DTYPE_MAP
 
-    import pc_recipe.train.loss
-
     def rotate(queries, keys, freqs_cis, positions=None):
         rotated = []
         for x in (queries, keys):
@@ -66,16 +64,17 @@ def _in_float64() -> None:
 
     TORCH_DTYPE_MAP["float32"] = torch.float64
     llama.apply_rotary_emb = rotate
-    loss.cross_entropy_loss = pc_recipe.train.loss.cross_entropy_loss = cross_entropy
+    loss.cross_entropy_loss = cross_entropy
 
 
 def _oracle(rank, config, levels) -> list[dict[str, torch.Tensor]]:
     """Gradients of one batch for each level of PC (None: the baseline), and their norm. No trainer, no sharding."""
     import pc
+    from helpers.tiny import model_args
     from pc.layer import put_in_graph
     from pc_recipe.config import load_config
     from pc_recipe.data.loader import GlobalOrderLoader
-    from pc_recipe.train.llama2 import Llama2, model_args
+    from pc_recipe.train.llama2 import Llama2
     from pc_recipe.train.upstream_config import JobConfig
 
     _in_float64()

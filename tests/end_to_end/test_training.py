@@ -145,7 +145,7 @@ def test_checkpoint_holds_a_plain_llama_and_w(trained):
     from torchtitan.models.llama3.model.model import Transformer
 
     import pc
-    from pc_recipe.train.llama2 import model_args
+    from helpers.tiny import model_args
 
     _, folder, state = trained
     saved = tiny.load_all(folder / "checkpoint" / "step-6")

@@ -4,8 +4,10 @@ import json
 import random
 import time
 import tomllib
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -18,6 +20,7 @@ from helpers.toy import whole
 from pc_recipe.config import load_config
 from pc_recipe.config import write_config as write_resolved
 from pc_recipe.config.model_sizes import FLAVORS, Flavor
+from pc_recipe.train.llama2 import Llama2Args
 
 ROOT = Path(__file__).resolve().parents[2]
 VOCAB_SIZE = 200
@@ -59,6 +62,10 @@ spectra_freq = 0
 [parallelism]
 pipeline_parallel_microbatch_size = 1
 """
+
+
+def model_args(flavor: str, **changes: Any) -> Llama2Args:
+    return Llama2Args(**asdict(FLAVORS[flavor]) | changes)
 
 
 def make_shards(folder: Path, tokenizer: str | None = None) -> Path:

@@ -27,7 +27,7 @@ FILES = sorted(file for package in ("pc", "pc_recipe") for file in (ROOT / packa
 
 
 def package_of(module: str) -> str:
-    """ "pc_recipe.train" of pc_recipe.train.loss; "pc" of pc.layer."""
+    """ "pc_recipe.train" of pc_recipe.train.llama2; "pc" of pc.layer."""
     while module not in FLOOR_OF:
         module = module.rpartition(".")[0]
     return module
@@ -71,9 +71,9 @@ def test_imports_run_one_way(file):
 @pytest.mark.parametrize(
     ("text", "module"),
     [
-        ("from pc_recipe.train import loss", "pc.layer"),
+        ("from pc_recipe.train import llama2", "pc.layer"),
         ("import numpy", "pc.muon"),
-        ("import pc_recipe.runs.local", "pc_recipe.train.loss"),
+        ("import pc_recipe.runs.local", "pc_recipe.train.llama2"),
     ],
 )
 def test_a_wrong_import_is_found(tmp_path, text, module):

@@ -13,10 +13,11 @@ from experiments.verdict import choose, reference
 from experiments.verdict.arms import Dial, Retract
 from helpers import tiny
 from helpers.ranks import run_ranks
+from helpers.tiny import model_args
 from pc.errors import UserError
 from pc_recipe.config import Config
 from pc_recipe.files.run_log import VALIDATION
-from pc_recipe.train.llama2 import Llama2, model_args
+from pc_recipe.train.llama2 import Llama2
 from pc_recipe.train.optimizers import Optimizers
 
 ARMS = "experiments.verdict.arms"

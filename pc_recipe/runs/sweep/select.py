@@ -3,12 +3,11 @@
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
-import tomli_w
 
 from pc.errors import UserError
+from pc_recipe.config.command_line import as_toml
 from pc_recipe.files import markdown
 from pc_recipe.files.atomic import write_atomically
 from pc_recipe.files.run_log import VALIDATION
@@ -57,19 +56,13 @@ def _choose(sweep: Sweep, config: str, rows: pd.DataFrame) -> str:
         return f"{name}: nothing selected, because no setting is both finished for every seed and stable"
     best = eligible.loc[eligible.loss.idxmin()]
     destination = sweep.folder / f"selected-{name}.toml"
-    overlay: dict[str, Any] = {"parent": _relative(Path(config), sweep.folder)}
     # None: the config has no such key
     chosen = {key: value for key, value in best.settings.items() if value is not None}
-    for key, value in chosen.items():
-        *sections, last = key.split(".")
-        section = overlay
-        for part in sections:
-            section = section.setdefault(part, {})
-        section[last] = value
-    comment = f"# Chosen by scripts/sweep.py select from {sweep.path.name}: {VALIDATION} {best.loss:.4f}\n"
-    write_atomically(destination, comment + tomli_w.dumps(overlay))
-    text = ", ".join(f"{key} = {json.dumps(value)}" for key, value in chosen.items())
-    message = f"{name}: {text or 'its own values'}, {VALIDATION} {best.loss:.4f} -> {destination}"
+    lines = [f"{key} = {as_toml(value)}" for key, value in chosen.items()]
+    comment = f"# Chosen by scripts/sweep.py select from {sweep.path.name}: {VALIDATION} {best.loss:.4f}"
+    parent = f"parent = {as_toml(_relative(Path(config), sweep.folder))}"
+    write_atomically(destination, "\n".join([comment, parent, *lines, ""]))
+    message = f"{name}: {', '.join(lines) or 'its own values'}, {VALIDATION} {best.loss:.4f} -> {destination}"
     if waiting := rows.waiting.sum():
         message += f"\n  provisional: {waiting} runs of {name} have no loss; see `scripts/sweep.py status`"
     for key, value in chosen.items():

@@ -15,12 +15,11 @@ from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAda
 from transformers import GenerationConfig
 
 from helpers.made_runs import make_run
-from helpers.tiny import ROOT
+from helpers.tiny import ROOT, model_args
 from pc import PCConfig, UserError
 from pc_recipe.evaluate import hugging_face
 from pc_recipe.evaluate.generate import continue_text
 from pc_recipe.train import hf_folder
-from pc_recipe.train.llama2 import model_args
 
 # Both models sum the same float32 products, in other orders (attention heads are permuted for the two RoPE
 # layouts), through up to 8 layers. Each is within 4 roundings at the largest logit of a float64 evaluation

@@ -9,12 +9,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import pc
 from helpers.fake_ranks import Counts, fake_rank, sharded
-from helpers.tiny import ROOT
+from helpers.tiny import ROOT, model_args
 from pc.owner import BUCKET_BYTES, assign, matrix_cost
 from pc.preconditioner import Preconditioner
 from pc_recipe.config import load_config
 from pc_recipe.plan.cost import RunCost
-from pc_recipe.train.llama2 import model_args
 
 CONFIG = ROOT / "train_configs" / "1b_adamw_pc.toml"
 WORLD, LAYERS, D, F = 8, 18, 2048, 5632

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from pc_recipe.train.llama2 import draw_parameter, model_args
+from helpers.tiny import model_args
+from pc_recipe.train.llama2 import draw_parameter
 
 
 def _drawn(name, shape, **changes):

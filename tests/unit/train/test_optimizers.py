@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from helpers.tiny import model_args
 from pc_recipe.config import Config
-from pc_recipe.train.llama2 import Llama2, model_args
+from pc_recipe.train.llama2 import Llama2
 from pc_recipe.train.optimizers import Optimizers
 
 
