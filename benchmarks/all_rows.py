@@ -132,8 +132,8 @@ def main(arguments: list[str] | None = None) -> None:
     file = output / "all_rows.json"
     here = machine() | {"shapes": "tiny" if chosen.tiny else "those of the rows"}
     before = json.loads(file.read_text()) if file.exists() else {"machine": here, "state": {}}
-    if before["machine"] != here:
-        raise UserError(f"{output} has figures of {before['machine']}; give another --output")
+    if others := [f"{key} {before['machine'].get(key)}" for key in here if before["machine"].get(key) != here[key]]:
+        raise UserError(f"{output} has figures of {', '.join(others)}; give another --output")
     state: dict[str, str] = before["state"]
     for key, value in here.items():
         print(f"{key}: {value}")

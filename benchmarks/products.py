@@ -47,10 +47,10 @@ def method_of(checkout: Path, **settings) -> Method:
     ours = {name: sys.modules.pop(name) for name in [*sys.modules] if name.split(".")[0] == "pc"}
     sys.path.insert(0, str(checkout))
     try:
-        package = import_module("pc.config")
-        if not Path(package.__file__).is_relative_to(checkout.resolve()):
+        module = import_module("pc.config")
+        if not Path(module.__file__).resolve().is_relative_to(checkout.resolve()):
             raise UserError(f"--against: no pc in {checkout}")
-        config = package.PCConfig(**settings)
+        config = module.PCConfig(**settings)
         return import_module("pc.method").method_of(config)
     finally:
         sys.path.remove(str(checkout))

@@ -4,7 +4,8 @@ An *arm* is a sweep's variant, or one combination of its settings, whatever the 
 AdamH and MuonH); the first arm is the reference. An arm's rate is the one with the lowest final validation loss on the
 tuning seeds: those that the plan names, else the first. If other seeds were run at that rate, only they are used (of these
 the test seeds, if the plan names them), so that no figure is one by which the rate was chosen. An *experiment* is the arms
-of one model size and number of steps, and of one optimizer unless variants name them; a *study* is one or several
+of one model size, vocabulary and number of steps, validated on as many sequences of one length, and of one optimizer unless
+variants name them; a *study* is one or several
 experiments that are reported together.
 
 An experiment's folder has `runs.jsonl`, one line per run with its config, environment and log, and what
@@ -170,10 +171,13 @@ def read_experiments(folder: Path) -> list[Experiment]:
                 if kind == other:
                     groups[study, *kind] = runs + groups[study, *kind]
     studies = [study for study, *_ in groups]
-    experiments = []
+    experiments: list[Experiment] = []
     for (study, *_, steps), group in groups.items():
-        flavor, optimizer = group[0][1].model.flavor, group[0][1].optimizer.name
+        config = group[0][1]
+        flavor, optimizer = config.model.flavor, config.optimizer.name
         name = study if studies.count(study) == 1 else f"{study}: {flavor}, {optimizer}, {steps:,} steps"
+        if name in [one.name for one in experiments]:
+            name += f" ({config.model.vocab_size:,} entries, {config.data.validation_sequences:,} sequences of {config.training.seq_len})"
         runs = pd.DataFrame(map(_run, *zip(*group, strict=True), _arms(group)))
         same = runs.groupby(["arm", "rate", "seed"], sort=False)
         unlike = runs.arm[same.loss.transform("nunique") > 1]
@@ -184,7 +188,7 @@ def read_experiments(folder: Path) -> list[Experiment]:
             )
         # of a run that was repeated, the newest line, which may have more quantities
         arms = [_chosen(rows, plan) for _, rows in same.tail(1).groupby("arm", sort=False)]
-        experiments.append(Experiment(study, name, group[0][1], pd.concat(arms, ignore_index=True)))
+        experiments.append(Experiment(study, name, config, pd.concat(arms, ignore_index=True)))
     return experiments
 
 
@@ -196,7 +200,7 @@ def digest(folder: Path) -> str:
 
 
 def _by_kind(file: Path) -> dict[tuple, list[tuple[dict, Config]]]:
-    """The runs of a runs.jsonl by study, model, what is validated, optimizer (unless variants name it) and number of steps."""
+    """The runs of a runs.jsonl by study, model, validation sequences, optimizer (unless variants name it) and number of steps."""
     groups: dict[tuple, list[tuple[dict, Config]]] = {}
     for line in read_json_lines(file):
         config = Config.model_validate(line["resolved"], extra="ignore")  # written by any version

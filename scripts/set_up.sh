@@ -82,10 +82,12 @@ sys.exit(not (2, 11) <= tuple(map(int, version("torch").split(".")[:2])) < (2, 1
 }
 
 set_up() {
+    if is_new_enough "$PYTHON" && is_installed; then return; fi
     exec 9<"$ROOT/scripts"
-    flock 9 2>/dev/null || true  # another start may be installing; some file systems have no locks
-    make_environment_if_needed
-    is_installed || install_project
+    # some file systems have no locks, some machines no flock
+    flock -n 9 2>/dev/null || { command -v flock >/dev/null && echo "Waiting for another start that installs" && flock 9; } || true
+    make_environment_if_needed 9<&-
+    is_installed || install_project 9<&-
     exec 9<&-
 }
 

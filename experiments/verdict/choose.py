@@ -3,7 +3,8 @@
 python -m experiments.verdict.choose outputs/sweeps/verdict_a_tune_* outputs/sweeps/verdict_more_* --output outputs/verdict/rates.toml
 
 The rate with the lowest mean of the final losses of seeds 1 and 2; a run that diverged counts as infinite. If that rate is an
-end of those that ran, no rate of that arm is chosen: a sweep with the next rate is written, to be run and named here too.
+end of those that ran, no rate of that arm is chosen: a sweep with the next rate is written, to be run and named here too. Nor
+is one where a rate lacks one of the two seeds.
 """
 
 import argparse

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pc.errors import UserError
-from pc_recipe.config import Config, read_config, rules, run_key
+from pc_recipe.config import Config, load_config, read_config, rules, run_key
 from pc_recipe.config.rank_batches import RankBatches
 from pc_recipe.config.schema import Data
 from pc_recipe.data.manifest import Manifest, require_different, require_same_tokenizer
@@ -232,7 +232,7 @@ def has_finished(config: Config) -> bool:
 
 def _check_finished(result: CheckResult, config: Config) -> None:
     folder = Path(config.job.dump_folder)
-    earlier = read_config(folder)
+    earlier = _try(result, load_config, folder / "config.toml")
     if earlier and (changed := run_key.differing_keys(run_key.result_key(earlier), run_key.result_key(config))):
         result.add_error(f"{folder} has finished with another {', '.join(changed)}; give another --job.dump_folder")
 

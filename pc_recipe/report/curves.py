@@ -37,15 +37,15 @@ def tokens_to_reach(curve: pd.Series, loss: float) -> float:
 def speedup(reference: pd.Series, curve: pd.Series) -> float:
     """How many times fewer tokens a run needs than the reference, by their validation losses by tokens.
 
-    Above 1: the run reached the reference's final loss with so many times fewer tokens. Below 1: it never did, and the
-    reference reached the run's final loss with this fraction of the run's tokens. Each is measured where it first had the
-    loss, since a loss may rise again. NaN: neither happened; the run may only have ended early.
+    Above 1: the run reached the reference's final loss with so many times fewer tokens than the reference, which may have had
+    it before its end. Below 1: it did so with more; or it never did, and the reference reached the run's final loss with this
+    fraction of the run's tokens. NaN: neither happened; the run may only have ended early.
     """
-    final, end = reference.iloc[-1], curve.iloc[-1]
+    final = reference.iloc[-1]
     reached = tokens_to_reach(curve, final)
     if not math.isnan(reached):
         return tokens_to_reach(reference, final) / reached
-    fraction = tokens_to_reach(reference, end) / tokens_to_reach(curve, end)
+    fraction = tokens_to_reach(reference, curve.iloc[-1]) / curve.index[-1]
     return fraction if fraction < 1 else math.nan
 
 

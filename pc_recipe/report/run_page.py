@@ -65,7 +65,7 @@ class _Shown:
     @property
     def seconds(self) -> float:
         """Of all its training steps."""
-        return float(self.log.seconds().max()) if "step_seconds" in self.log.keys() else 0.0
+        return next(iter(self.log.seconds().tail(1)), 0.0)
 
 
 def write(paths: Sequence[Path], output: Path, sweeps: Sequence[Path] = ()) -> str:
@@ -144,7 +144,7 @@ def _verdict(rows: pd.DataFrame, i: int) -> str:
         return f"{sentence}, whose final loss it reaches after {reached} ({1 - 1 / row.speedup:.0%} saved)"
     if math.isnan(row.speedup):
         return f"{sentence}, after {short_tokens(row.tokens)} of {short_tokens(reference.tokens)} tokens"
-    return f"{sentence}: it saves no tokens here"
+    return sentence if row.difference < 0 else f"{sentence}: it saves no tokens here"
 
 
 def _figures(run: _Shown) -> str:
@@ -191,7 +191,7 @@ def _losses(logs: Sequence[RunLog], rows: pd.DataFrame) -> list[str]:
         table.append([row.name, f"{row.steps:,}", short_tokens(row.tokens), *losses, curves.reached(row), faster])
     note = (
         "Difference and speedup are against the first run. Between two validations the loss is interpolated. A speedup below "
-        "1 means that the first needs fewer tokens for this run's final loss."
+        "1 means that the first needs fewer tokens."
     )
     if rows.tokens.nunique() > 1:
         note += (

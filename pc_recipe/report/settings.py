@@ -1,12 +1,15 @@
 """In which settings runs differ, and whether these forbid a comparison: what a comparison of losses has to say first."""
 
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from pc.blocks import BLOCK_GROUPS
-from pc_recipe.config import Config, read_config, run_key
+from pc.errors import UserError
+from pc_recipe.config import Config, load_config, read_config, run_key
 from pc_recipe.config.model_sizes import sizes_of
-from pc_recipe.files.run_folder import list_configs, read_environment
+from pc_recipe.files.run_folder import list_configs, read_environment, read_parts
 from pc_recipe.files.run_log import RunLog
 
 
@@ -33,9 +36,10 @@ def why_apart(first: Config | None, other: Config | None) -> str:
 
 
 def differences(runs: Sequence[RunLog]) -> list[str]:
-    """Such as "optimizer.lr: 0.001 in baseline, 0.002 in pc" for each setting that decides a result; and what was trained by
-    other code, or in parts with other settings."""
-    known = {run.name: config for run in runs if (config := read_config(run.file.parent)) is not None}
+    """Such as "optimizer.lr: 0.001 in baseline, 0.002 in pc" for each setting that decides a result; settings that changed
+    within a run; other code."""
+    folders = {run.name: run.file.parent for run in runs}
+    known = {name: config for name, folder in folders.items() if (config := read_config(folder)) is not None}
     ranks = {run.name: read_environment(run.file.parent).get("world_size") for run in runs}
     keys = {name: run_key.result_key(config, ranks[name], data={}) for name, config in known.items()}
     with_pc = {name: key for name, key in keys.items() if key.get("pc.enable")}
@@ -49,16 +53,26 @@ def differences(runs: Sequence[RunLog]) -> list[str]:
         f"{key}: {', '.join(f'{values[name].get(key)} in {name}' for name in names)}"
         for key, names in differing.items()
     ]
-    environments = {run.name: read_environment(run.file.parent) for run in runs}
-    codes = [environment["code"] for environment in environments.values() if "code" in environment]
-    if any(code != codes[0] for code in codes):
-        commits = ", ".join(f"{of_run.get('commit')} in {name}" for name, of_run in environments.items())
+    lines += [
+        f"{key}: changed within {name}" for name, config in known.items() for key in _changed(folders[name], config)
+    ]
+    parts = [(part, run.name) for run in runs for part in read_parts(run.file.parent) if "code" in part]
+    if any(part["code"] != parts[0][0]["code"] for part, _ in parts):
+        commits = ", ".join(f"{part.get('commit') or 'unknown'} in {name}" for part, name in parts)
         lines.append(f"code, torch or TorchTitan: commits {commits}")
-    for run in runs:
-        if earlier := list_configs(run.file.parent)[1:]:
-            lines.append(f"settings of earlier parts of {run.name}: {', '.join(file.name for file in earlier)}")
     unknown = [run.name for run in runs if run.name not in known]
     return lines + ([f"unknown settings: no configuration of {', '.join(unknown)} can be read"] if unknown else [])
+
+
+def _changed(run: Path, config: Config) -> list[str]:
+    """The keys in which earlier parts of a run, as far as they can be read, differ from its last configuration."""
+    changed: list[str] = []
+    for file in list_configs(run)[1:]:
+        with suppress(UserError):
+            changed += run_key.differing_keys(
+                run_key.result_key(config, data={}), run_key.result_key(load_config(file), data={})
+            )
+    return list(dict.fromkeys(changed))
 
 
 def _differing(keys: dict[str, dict[str, Any]]) -> list[str]:

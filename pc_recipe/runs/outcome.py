@@ -33,7 +33,7 @@ def _describe_result(run: Path, step: int) -> str:
     found = [f"train loss {_number(loss)}" for loss in log.series("loss").tail(1)]
     found += [f"validation loss {_number(loss)}" for loss in log.series(VALIDATION).tail(1)]
     for seconds in filter(None, log.seconds().tail(1)):
-        tokens = round(log.series("tokens").max())
+        tokens = round(log.series("step_seconds", "tokens").index[-1])
         found.append(f"{tokens:,} tokens in {timedelta(seconds=round(seconds))} of training steps")
         found.append(f"{tokens / seconds:,.0f} tokens/s")
     return f"Finished at step {step}: {', '.join(found)}."

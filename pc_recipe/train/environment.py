@@ -6,7 +6,7 @@ import platform
 import re
 import socket
 import subprocess
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +54,15 @@ def write_environment(
     write_atomically(Path(folder) / "environment.json", json.dumps(content, indent=1) + "\n")
 
 
-def read_versions() -> dict[str, str]:
-    """Versions of Python and of the packages that affect a run's results."""
-    return {"python": platform.python_version()} | {package: version(package) for package in PACKAGES}
+def read_versions() -> dict[str, str | None]:
+    """Versions of Python and of the packages that affect a run's results; None if not installed."""
+    installed: dict[str, str | None] = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            installed[package] = version(package)
+        except PackageNotFoundError:
+            installed[package] = None
+    return installed
 
 
 def read_processor() -> dict[str, str]:

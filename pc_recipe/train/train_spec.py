@@ -1,6 +1,5 @@
 """What TorchTitan's trainer calls to make a run: this package's functions, with the run's `Config` for TorchTitan's."""
 
-from collections import defaultdict
 from typing import Any
 
 from torchtitan.components.loss import build_cross_entropy_loss
@@ -40,9 +39,16 @@ def _build_validator(job_config: Any, dp_rank: int, dp_world_size: int, **_) -> 
     return FixedValidator(job_config.ours, dp_rank, dp_world_size)
 
 
+class _AnySize(dict):
+    """For any size new arguments, which `Llama2Args.update_from_config` fills in."""
+
+    def __missing__(self, _: str) -> Llama2Args:
+        return Llama2Args()
+
+
 TRAIN_SPEC = TrainSpec(
     model_cls=Llama2,
-    model_args=defaultdict(Llama2Args),  # those of a run are filled in by `Llama2Args.update_from_config`
+    model_args=_AnySize(),
     parallelize_fn=lambda model, dims, titan: parallelize(model, dims, titan.ours),
     pipelining_fn=pipeline_llm,
     build_optimizers_fn=lambda model_parts, titan, dims: Optimizers(model_parts, titan.ours),

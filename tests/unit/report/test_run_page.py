@@ -2,6 +2,7 @@
 
 import json
 import re
+import tomllib
 
 import pytest
 import tomli_w
@@ -50,12 +51,16 @@ def test_other_code_and_earlier_settings_are_differences(tmp_path):
     paths = runs(tmp_path)
     for path, torch in zip(paths, ("2.12.0", "2.13.0"), strict=True):
         (path / "environment.json").write_text(json.dumps({"commit": torch[2:4], "code": {"torch": torch}}))
-    (paths[1] / "config.1.toml").write_text("[optimizer]\nlr = 0.5\n")
+    first = tomllib.loads((paths[1] / "config.toml").read_text()) | {
+        "optimizer": {"lr": 0.5},
+        "metrics": {"log_freq": 7},
+    }
+    (paths[1] / "config.1.toml").write_text(tomli_w.dumps(first))
     run_page.write(paths, tmp_path / "report.html")
     listed = re.findall("<li>(.*?)</li>", (tmp_path / "report.html").read_text().partition("<h2>More")[0])
     assert listed == [
+        "optimizer.lr: changed within pc",
         "code, torch or TorchTitan: commits 12 in baseline, 13 in pc",
-        "settings of earlier parts of pc: config.1.toml",
     ]
 
 
