@@ -205,9 +205,7 @@ def test_models_with_other_vocabularies_are_two_experiments(tmp_path):
             config.write_text(config.read_text().replace("vocab_size = 512", f"vocab_size = {size}"))
     evidence.collect([tmp_path / "one", tmp_path / "two"], "study", tmp_path / "kept")
     one, other = evidence.read_experiments(tmp_path / "kept")
-    assert (
-        one.name == "study: nano, AdamW, 100 steps" and other.name == f"{one.name} (513 entries, 1,024 sequences of 16)"
-    )
+    assert one.name == "study: nano, AdamW, 100 steps" and other.name == f"{one.name} (513 entries, 64 sequences of 16)"
 
 
 def test_a_run_that_two_sweeps_list_is_of_one_arm(tmp_path):
