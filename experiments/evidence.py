@@ -5,8 +5,7 @@ AdamH and MuonH); the first arm is the reference. An arm's rate is the one with 
 tuning seeds: those that the plan names, else the first. If other seeds were run at that rate, only they are used (of these
 the test seeds, if the plan names them), so that no figure is one by which the rate was chosen. An *experiment* is the arms
 of one model size, vocabulary and number of steps, validated on as many sequences of one length, and of one optimizer unless
-variants name them; a *study* is one or several
-experiments that are reported together.
+variants name them; a *study* is one or several experiments that are reported together.
 
 An experiment's folder has `runs.jsonl`, one line per run with its config, environment and log, and what
 `experiments.tables` makes from it: `tables.md` and a figure for each study.

@@ -84,8 +84,10 @@ sys.exit(not (2, 11) <= tuple(map(int, version("torch").split(".")[:2])) < (2, 1
 set_up() {
     if is_new_enough "$PYTHON" && is_installed; then return; fi
     exec 9<"$ROOT/scripts"
-    # some file systems have no locks, some machines no flock
-    flock -n 9 2>/dev/null || { command -v flock >/dev/null && echo "Waiting for another start that installs" && flock 9; } || true
+    if command -v flock >/dev/null && ! flock -n 9 2>/dev/null; then
+        echo "Waiting for another start that installs"
+        flock 9 || true  # some file systems have no locks
+    fi
     make_environment_if_needed 9<&-
     is_installed || install_project 9<&-
     exec 9<&-

@@ -33,9 +33,7 @@ def main() -> None:
         from pc.report import page, terminal
         from pc.report.read import read
     except ModuleNotFoundError as error:
-        raise UserError(
-            f"{error.name} is missing; install what a report needs: pip install matplotlib rich safetensors"
-        ) from None
+        raise UserError(f"{error.name} is missing; in the checkout: pip install '.[report]'") from None
     from pc.measure import conditioning
 
     # all are looked at before the first is measured

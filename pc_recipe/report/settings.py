@@ -66,13 +66,11 @@ def differences(runs: Sequence[RunLog]) -> list[str]:
 
 def _changed(run: Path, config: Config) -> list[str]:
     """The keys in which earlier parts of a run, as far as they can be read, differ from its last configuration."""
-    changed: list[str] = []
+    keys = {"last": run_key.result_key(config, data={})}
     for file in list_configs(run)[1:]:
         with suppress(UserError):
-            changed += run_key.differing_keys(
-                run_key.result_key(config, data={}), run_key.result_key(load_config(file), data={})
-            )
-    return list(dict.fromkeys(changed))
+            keys[file.name] = run_key.result_key(load_config(file), data={})
+    return _differing(keys)
 
 
 def _differing(keys: dict[str, dict[str, Any]]) -> list[str]:

@@ -82,9 +82,8 @@ class EqualRuns(NamedTuple):
         started = [run for run in self.runs if look.is_there(run.folder)]
         unfinished = [run for run in started if run_folder.read_state(run.folder).state != "finished"]
         if unfinished or self.state == "finished":
-            by_folder = {
-                run.folder.resolve(): run for run in reversed(unfinished)
-            }  # a link may lead to another of them
+            # a link may lead to another of them
+            by_folder = {run.folder.resolve(): run for run in reversed(unfinished)}
             return [*by_folder.values()][::-1]
         return [run for run in self.runs if run not in started][:1]
 
