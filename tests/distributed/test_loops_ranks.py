@@ -1,4 +1,5 @@
-"""The loops of docs/loops.md on several ranks: equal on all of them, and to one process, in float64 on gloo."""
+"""The loops of docs/loops.md, and the shards that they leave, on several ranks: equal on all of them, and to one process, in
+float64 on gloo."""
 
 import contextlib
 import copy
