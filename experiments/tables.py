@@ -224,7 +224,7 @@ def plain(arm: str) -> str:
 
 def plot(experiments: Sequence[Experiment], path: Path, rows: str) -> Path:
     """Two rows of panels for each experiment. Over tokens per parameter, each arm at its best rate, the mean over seeds and
-    its 95 % band: loss, difference and condition number. Below: the final loss against the rate, and the final differences.
+    its 95 % band: loss, difference and condition number. Below: the final loss against the rate, if several ran, and the final differences.
 
     Args:
         rows: `evidence.digest` of what is drawn; the picture keeps it, so that one that is older can be found.
@@ -247,7 +247,10 @@ def plot(experiments: Sequence[Experiment], path: Path, rows: str) -> Path:
         _draw_bands(differences, one, colors, over)
         differences.set_ylabel(minus)
         differences.axhline(0, color="black", linewidth=0.5)
-        _draw_rates(rates, one, colors)
+        if one.runs.groupby("arm").rate.nunique().max() > 1:
+            _draw_rates(rates, one, colors)
+        else:
+            rates.axis("off")
         _draw_finals(finals, pairs, colors)
         finals.set_xlabel(f"final loss, {minus}")
         losses.set_title(one.name, fontsize=8, loc="left")
