@@ -53,7 +53,7 @@ def contrast_table(runs: pd.DataFrame, preregistration: Preregistration) -> str:
     rows = []
     for question in preregistration.questions:
         samples = [_samples(losses, arm, other, preregistration.paired) for arm, other in question.contrasts]
-        tests = [test_of(*sample, preregistration.paired) for sample in samples]
+        tests = [compare_means(*sample, preregistration.paired) for sample in samples]
         corrected = holm([1.0 if test is None else test.pvalue for test in tests])
         for (arm, reference), sample, test, p in zip(question.contrasts, samples, tests, corrected):
             if min(map(len, sample)) > 1:
@@ -71,7 +71,7 @@ def _samples(losses: pd.DataFrame, arm: str, reference: str, paired: bool) -> tu
     return both[arm].dropna(), both[reference].dropna()
 
 
-def test_of(arm: pd.Series, reference: pd.Series, paired: bool) -> Any:
+def compare_means(arm: pd.Series, reference: pd.Series, paired: bool) -> Any:
     """Student's test of the differences by seed, or Welch's; None if a run diverged or a sample has less than two."""
     if min(len(arm), len(reference)) < 2 or not np.isfinite([*arm, *reference]).all():
         return None
@@ -80,17 +80,31 @@ def test_of(arm: pd.Series, reference: pd.Series, paired: bool) -> Any:
 
 def _cells(arm: pd.Series, reference: pd.Series, test: Any, corrected: float | None, margin: float) -> list[str]:
     """Mean, interval, p, p by Holm and verdict."""
+    interval, verdict = interval_and_verdict(test, margin, corrected)
     if test is None:
         diverged = {*arm.index[~np.isfinite(arm)], *reference.index[~np.isfinite(reference)]}
-        return [f"{len(diverged)} of {len({*arm.index, *reference.index})} diverged", "-", "-", "-", "no test"]
-    mean, (low, high) = arm.mean() - reference.mean(), test.confidence_interval(0.95)
+        return [f"{len(diverged)} of {len({*arm.index, *reference.index})} diverged", interval, "-", "-", verdict]
+    by_holm = "-" if corrected is None else f"{corrected:.2g}"
+    return [f"{arm.mean() - reference.mean():+.4f}", interval, f"{test.pvalue:.2g}", by_holm, verdict]
+
+
+def interval_and_verdict(test: Any, margin: float, corrected: float | None = None) -> tuple[str, str]:
+    """The 95 % interval of a difference, and what it says: lower, higher, no difference (inside ± `margin`), undecided; no test
+    without one.
+
+    Args:
+        test: of `compare_means`.
+        corrected: its p by Holm, which decides in place of its own.
+    """
+    if test is None:
+        return "-", "no test"
+    low, high = test.confidence_interval(0.95)
     verdict = "undecided"
     if (test.pvalue if corrected is None else corrected) < 0.05:
-        verdict = "lower" if mean < 0 else "higher"
+        verdict = "lower" if test.statistic < 0 else "higher"
     elif max(-low, high) < margin:
         verdict = "no difference"
-    by_holm = "-" if corrected is None else f"{corrected:.2g}"
-    return [f"{mean:+.4f}", f"{low:+.4f} to {high:+.4f}", f"{test.pvalue:.2g}", by_holm, verdict]
+    return f"{low:+.4f} to {high:+.4f}", verdict
 
 
 def holm(p_values: list[float]) -> list[float]:

@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from experiments.contrasts import read_preregistration, test_of
+from experiments.contrasts import compare_means, read_preregistration
 from experiments.evidence import CONDITION, Experiment, curve, read_experiments, without_tuning_seeds
 from pc_recipe.files.run_log import VALIDATION
 from pc_recipe.report.curves import speedup
@@ -51,7 +51,7 @@ class Tested:
             subtracted = of_other.map(lambda log: _loss(log, experiment, at))
             pair = (values[both.index], subtracted[both.index]) if paired else (values, subtracted)
             self.mean, self.n = pair[0].mean() - pair[1].mean(), len(pair[0])
-            self._test = partial(test_of, *pair, paired)
+            self._test = partial(compare_means, *pair, paired)
         self.is_difference = bool(others)
         self.by, self.bits = abs(self.mean), self.mean / math.log(2)
         conditions = pd.concat([curve(log, CONDITION[0]) for log in logs], axis=1).mean(axis=1)

@@ -11,7 +11,13 @@ import torch
 from scipy import stats
 from torchtitan.components.lr_scheduler import build_lr_schedulers
 
-from experiments.contrasts import contrast_table, read_preregistration
+from experiments.contrasts import (
+    Preregistration,
+    compare_means,
+    contrast_table,
+    interval_and_verdict,
+    read_preregistration,
+)
 from experiments.evidence import (
     CONDITION,
     SIZES,
@@ -34,8 +40,9 @@ from pc_recipe.runs.sweep.spec import value_label
 NOTES = """
 Losses in nats per token, which for a vocabulary of bytes is per byte. ± is the standard error of the mean over seeds;
 differences and times fewer tokens are computed per seed. The learning rate of an arm, in bold, was chosen on its tuning
-seeds, or else its first seed; the results are those of the other seeds, if there are any. Interval: 95 %, of the mean difference, by Student's t. Verdict: *better* or
-*worse* if it does not contain 0; *no difference* if it lies inside ±{margin}; else *undecided*. "After" n tokens are the
+seeds, or else its first seed; the results are those of the other seeds, if there are any. Interval: 95 %, of the difference
+of the means, by {test}. Verdict: *lower* or *higher* if p, by Holm where given, is below 0.05;
+else *no difference* if the interval lies inside ±{margin}; else *undecided*. "After" n tokens are the
 differences then, with the number of seeds in brackets if not all were validated. A run whose final loss is not a number
 diverged: it counts as infinite, and the plots leave it out. The condition number of PC blocks, their norm and step are of
 an arm's own `pc.blocks`: arms with other blocks cannot be compared there.
@@ -54,19 +61,6 @@ def half_width(error: Any, freedom: int) -> Any:
     """Half the width of a 95 % interval by Student's t, of one standard error or of a series; infinite without a degree of
     freedom."""
     return stats.t.ppf(0.975, freedom) * error if freedom else math.inf
-
-
-def interval_and_verdict(pair: pd.DataFrame, margin: float) -> tuple[str, str]:
-    """The 95 % interval of the mean difference, and what it says: better, worse, no difference (within ± `margin`),
-    undecided; no test if a run diverged, or a seed is alone or chose a rate."""
-    differences = pair.difference
-    if len(differences) < 2 or pair.chose.any() or not np.isfinite(differences).all():
-        return "-", "no test"
-    mean, half = differences.mean(), half_width(differences.sem(), len(differences) - 1)
-    text = f"{mean - half:+.4f} to {mean + half:+.4f}"
-    if abs(mean) > half:
-        return text, "better" if mean < 0 else "worse"
-    return text, "no difference" if abs(mean) + half < margin else "undecided"
 
 
 def regime_table(experiments: Sequence[Experiment]) -> str:
@@ -115,8 +109,9 @@ def _summary(log: pd.DataFrame, key: str) -> float:
     return values.mean() if key == "norm/relative_step" else values.iloc[-1:].mean()
 
 
-def pair_table(experiment: Experiment, margin: float) -> str:
-    """Differences to the reference, by seed, at the end and at up to ten points of its training; "" without a pair."""
+def pair_table(experiment: Experiment, plan: Preregistration) -> str:
+    """Differences to the reference, by seed, at the end and at up to ten points of its training; "" without a pair. A seed that
+    chose a rate tests nothing."""
     reference = without_tuning_seeds(experiment.reference[experiment.reference.best])
     longest = max((curve(log, VALIDATION) for log in reference.log), key=len)
     places = np.linspace(0, len(longest) - 1, min(len(longest), 11)).round().astype(int)[1:]
@@ -128,7 +123,12 @@ def pair_table(experiment: Experiment, margin: float) -> str:
             both = [[curve(log, VALIDATION) for log in logs] for logs in zip(pair.log_reference, pair.log, strict=True)]
             speedup = pd.Series([curves.speedup(*loss_curves) for loss_curves in both])
         seeds = f"{_seeds(pair)} (chose a rate)" if pair.chose.any() else _seeds(pair)
-        cells = [mean_and_error(pair.difference), *interval_and_verdict(pair, margin), _cell(speedup.mean(), ".2f")]
+        test = None if pair.chose.any() else compare_means(pair.loss, pair.loss_reference, plan.paired)
+        cells = [
+            mean_and_error(pair.difference),
+            *interval_and_verdict(test, plan.margin),
+            _cell(speedup.mean(), ".2f"),
+        ]
         for _, then in _differences(pair).reindex(points).iterrows():
             count = f" ({then.count()})" if 0 < then.count() < len(then) else ""
             cells.append(_cell(then.mean(), "+.3f") + count)
@@ -200,14 +200,24 @@ def size_table(experiments: Sequence[Experiment]) -> str:
 PLAIN = {
     "pc off": "baseline",
     "pc on": "PC",
-    "level-4": "PC",
+    "level-4": "PC, level 4",
     "identity": "PC without polynomial",
-    "scale": "larger o, ffn",
+    "scale": "larger weights",
     "worsening": "worsening polynomial",
     "row-norm": "row norms",
     "muon": "Muon",
-    "muon-level-2": "Muon + PC",
-    "MuonH-level-2": "MuonH + PC",
+    "muon-level-2": "Muon + PC, level 2",
+    "MuonH-level-2": "MuonH + PC, level 2",
+    "dial-1": "p = 1",
+    "dial-0.54": "p = 0.54",
+    "dial-0.33": "p = 1/3",
+    "dial-0": "p = 0",
+    "dial-1.2": "p = 1.2",
+    "spectrum-base+scale-base": "control",
+    "spectrum-pc+scale-base": "PC's spectrum",
+    "spectrum-base+scale-pc": "PC's norms and steps",
+    "spectrum-pc+scale-pc": "both",
+    "MuonH-spectrum-base": "MuonH, baseline's spectrum",
     "norm_recovery on": "",
     "norm_recovery off": "no recovery",
     "learnable_gamma on": "",
@@ -222,22 +232,24 @@ def plain(arm: str) -> str:
     return ", ".join(filter(None, (PLAIN.get(part, part) for part in arm.split(", "))))
 
 
-def plot(experiments: Sequence[Experiment], path: Path, rows: str) -> Path:
+def plot(experiments: Sequence[Experiment], path: Path, paired: bool, rows: str) -> Path:
     """Two rows of panels for each experiment. Over tokens per parameter, each arm at its best rate, the mean over seeds and
-    its 95 % band: loss, difference and condition number. Below: the final loss against the rate, if several ran, and the final differences.
+    its 95 % band: loss, difference by seed and condition number. Below: the final loss against the rate, of arms that ran at
+    several, and the final differences.
 
     Args:
+        paired: of the plan: whether the intervals of final differences are by seed.
         rows: `evidence.digest` of what is drawn; the picture keeps it, so that one that is older can be found.
     """
     figure, grid = subplots(2 * len(experiments), 3, width=4.0, height=2.8)
     for panels, one in zip(grid.reshape(-1, 6), experiments, strict=True):
         losses, differences, conditions, rates, finals, names_of_finals = panels
         names_of_finals.axis("off")
-        minus = f"minus {plain(one.runs.arm.iloc[0])} (nats)"
+        minus = f"minus {plain(one.runs.arm.iloc[0])}"
         colors = {name: f"C{i}" for i, name in enumerate(one.runs.arm.unique())}
         best = {name: without_tuning_seeds(arm).log for name, arm in one.runs[one.runs.best].groupby("arm", sort=False)}
         for axes, key, name in (
-            (losses, VALIDATION, "validation loss (nats)"),
+            (losses, VALIDATION, "validation loss (nats per token)"),
             (conditions, CONDITION[0], "condition number"),
         ):
             _draw_bands(axes, one, colors, {arm: [curve(log, key) for log in logs] for arm, logs in best.items()})
@@ -245,15 +257,16 @@ def plot(experiments: Sequence[Experiment], path: Path, rows: str) -> Path:
         pairs = {pair.arm.iloc[0]: pair for pair in one.pairs() if is_at_best(pair)}
         over = {arm: [values for _, values in _differences(pair).items()] for arm, pair in pairs.items()}
         _draw_bands(differences, one, colors, over)
-        differences.set_ylabel(minus)
+        differences.set_ylabel(f"{minus} (nats per token)")
         differences.axhline(0, color="black", linewidth=0.5)
         if one.runs.groupby("arm").rate.nunique().max() > 1:
             _draw_rates(rates, one, colors)
         else:
             rates.axis("off")
-        _draw_finals(finals, pairs, colors)
-        finals.set_xlabel(f"final loss, {minus}")
-        losses.set_title(one.name, fontsize=8, loc="left")
+        _draw_finals(finals, pairs, colors, paired)
+        finals.set_xlabel(f"final loss, {minus} (nats per token)")
+        size = f"{one.parameters:,} parameters, {one.tokens_per_parameter:.3g} tokens per parameter"
+        losses.set_title(f"{one.name}: {size}", fontsize=8, loc="left")
     return save(figure, path, metadata={"Rows": rows})
 
 
@@ -290,13 +303,15 @@ def _name(axes, place: float, text: str, color: str):
 
 
 def _draw_rates(axes, one: Experiment, colors: dict[str, str]) -> None:
-    """Final loss of each arm against the rate, over the seeds that ran at most rates: mean and standard error. Rates are
-    relative to the arm's best, as those of optimizers differ in kind."""
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter("{x:g}")
+    """Final loss of each arm that ran at several rates against the rate, over the seeds that ran at most of them: mean and
+    standard error. Rates are relative to the arm's best, as those of optimizers differ in kind."""
+    axes.set_xscale("log", base=math.sqrt(2))
+    axes.xaxis.set_major_formatter("{x:.2g}")
     axes.set_xlabel("rate / the arm's best")
-    axes.set_ylabel("final loss (nats)")
+    axes.set_ylabel("final loss (nats per token)")
     for name, arm in one.runs.groupby("arm", sort=False):
+        if arm.rate.nunique() == 1:
+            continue
         counts = arm.seed.value_counts()
         losses = arm[arm.seed.isin(counts[counts == counts.max()].index)].groupby("rate").loss
         mean = losses.mean()[np.isfinite]  # without rates at which a run diverged
@@ -304,15 +319,16 @@ def _draw_rates(axes, one: Experiment, colors: dict[str, str]) -> None:
         axes.errorbar(at, mean, error, fmt="o-", color=colors[name], markersize=3, linewidth=1, capsize=2)
 
 
-def _draw_finals(axes, pairs: dict[str, pd.DataFrame], colors: dict[str, str]) -> None:
+def _draw_finals(axes, pairs: dict[str, pd.DataFrame], colors: dict[str, str], paired: bool) -> None:
     """Final difference of each arm to the reference, each at its best rate: every seed, and if none diverged the mean with
     its 95 % interval."""
     for place, (name, pair) in enumerate(pairs.items()):
-        color, values = colors[name], pair.difference
-        axes.plot(values, [place] * len(values), ".", color=color, alpha=0.5, markersize=4)
-        if len(values) > 1 and np.isfinite(values).all():
-            half = half_width(values.sem(), len(values) - 1)
-            axes.errorbar(values.mean(), place + 0.25, xerr=half, fmt="o", color=color, capsize=3, markersize=4)
+        color, mean = colors[name], pair.difference.mean()
+        axes.plot(pair.difference, [place] * len(pair), ".", color=color, alpha=0.5, markersize=4)
+        test = compare_means(pair.loss, pair.loss_reference, paired)
+        if test is not None:
+            half = test.confidence_interval().high - mean
+            axes.errorbar(mean, place + 0.25, xerr=half, fmt="o", color=color, capsize=3, markersize=4)
         text = _name(axes, place, f"{plain(name)}, rate {value_label(pair.rate.iloc[0])}", color)
         text.set_in_layout(False)  # it stands in the empty panel
     axes.axvline(0, color="black", linewidth=0.5)
@@ -336,14 +352,15 @@ def report(folder: Path) -> list[Path]:
     for experiments in studies.values():
         for one in experiments:
             planned = contrast_table(one.runs, preregistration)
-            tables = [planned, arm_table(one.runs), untuned(one.runs), pair_table(one, preregistration.margin)]
+            tables = [planned, arm_table(one.runs), untuned(one.runs), pair_table(one, preregistration)]
             text += "\n".join([f"\n## {one.name}\n", *filter(None, tables)])
         text += "\n" + size_table(experiments)
-    write_atomically(folder / "tables.md", text + NOTES.format(margin=preregistration.margin))
+    test = "Student's test of differences by seed" if preregistration.paired else "Welch's test of two groups of seeds"
+    write_atomically(folder / "tables.md", text + NOTES.format(margin=preregistration.margin, test=test))
     return [
         folder / "tables.md",
         *(
-            plot(experiments, folder / study, digest(folder))
+            plot(experiments, folder / study, preregistration.paired, digest(folder))
             for study, experiments in studies.items()
             if any(len(pair) > 1 for one in experiments for pair in one.pairs())
         ),

@@ -9,8 +9,8 @@ import pytest
 from scipy import stats
 
 from experiments import evidence
-from experiments.contrasts import Preregistration, Question, contrast_table
-from experiments.tables import arm_table, interval_and_verdict, pair_table, regime_table, report, untuned
+from experiments.contrasts import Preregistration, Question, compare_means, contrast_table, interval_and_verdict
+from experiments.tables import arm_table, pair_table, regime_table, report, untuned
 from helpers.made_runs import write_run
 from pc.errors import UserError
 from pc_recipe.config.model_sizes import FLAVORS
@@ -71,13 +71,13 @@ def _experiment(tmp_path, losses=LOSSES, **options):
 
 def test_rate_by_the_first_seed_and_judged_on_the_others(tmp_path):
     """PC's best rate by seed 0 is 1e-3; only seeds 1 and 2 enter the figures, paired with the baseline's."""
-    table = pair_table(_experiment(tmp_path), margin=0.01)
+    table = pair_table(_experiment(tmp_path), Preregistration())
     header, _, best, at_the_references = table.splitlines()  # the baseline's other rate has only the choosing seed
     assert header.endswith("| seeds | difference | interval | verdict | times fewer tokens | after 30 | after 50 |")
     # 3.8 - 4.2 and 4.0 - 4.4 are equal; unpaired errors would be 0.14
-    assert best.startswith("| pc on | 0.001 | 0.002 | 1, 2 | -0.4000 ± 0.0000 |") and best.endswith(
-        "| -0.400 | -0.400 |"
-    )
+    assert best.startswith(
+        "| pc on | 0.001 | 0.002 | 1, 2 | -0.4000 ± 0.0000 | -0.4000 to -0.4000 | lower |"
+    ) and best.endswith("| -0.400 | -0.400 |")
     assert at_the_references.startswith("| pc on | 0.002 | 0.002 | 1, 2 | -0.3500 ± 0.0500 |")
     runs = _experiment(tmp_path / "again").runs
     table = arm_table(runs)
@@ -94,7 +94,7 @@ def test_diverged_runs_are_shown_counted_and_never_the_best(tmp_path):
     assert "NaN" not in (tmp_path / "kept" / "runs.jsonl").read_text()
     arms = arm_table(experiment.runs)
     assert "| pc on | **0.001** |" in arms and "| pc on | 0.002 | 1, 2 | 1 of 2 diverged |" in arms
-    table = pair_table(experiment, margin=0.01)
+    table = pair_table(experiment, Preregistration())
     assert "| pc on | 0.002 | 0.002 | 1, 2 | 1 of 2 diverged | - | no test | - |" in table
 
 
@@ -105,8 +105,8 @@ DIFFERENCES = (-0.010, -0.006, -0.012, -0.004, -0.008, -0.008)
 @pytest.mark.parametrize(
     "differences, expected",
     [
-        (DIFFERENCES, ("-0.0110 to -0.0050", "better")),
-        ([one + 0.016 for one in DIFFERENCES], ("+0.0050 to +0.0110", "worse")),
+        (DIFFERENCES, ("-0.0110 to -0.0050", "lower")),
+        ([one + 0.016 for one in DIFFERENCES], ("+0.0050 to +0.0110", "higher")),
         ([one + 0.007 for one in DIFFERENCES], ("-0.0040 to +0.0020", "no difference")),
         # narrow enough, but not inside the margin
         ([one + 0.0105 for one in DIFFERENCES], ("-0.0005 to +0.0055", "undecided")),
@@ -117,8 +117,8 @@ DIFFERENCES = (-0.010, -0.006, -0.012, -0.004, -0.008, -0.008)
     ],
 )
 def test_the_verdict_of_paired_seeds(differences, expected):
-    pair = pd.DataFrame({"difference": differences, "chose": False})
-    assert interval_and_verdict(pair, margin=0.005) == expected
+    losses = pd.Series(differences) + 4.0
+    assert interval_and_verdict(compare_means(losses, losses * 0 + 4.0, paired=True), margin=0.005) == expected
 
 
 def test_the_mean_of_the_planned_tuning_seeds_chooses_the_rate(tmp_path):
@@ -128,7 +128,7 @@ def test_the_mean_of_the_planned_tuning_seeds_chooses_the_rate(tmp_path):
     (tmp_path / "kept" / "plan.toml").write_text("tuning_seeds = [0, 1]\nmargin = 0.01")
     tables, _ = report(tmp_path / "kept")
     text = tables.read_text()
-    assert "| pc off | **0.002** | 0, 1 |" in text and "no difference* if it lies inside ±0.01" in text
+    assert "| pc off | **0.002** | 0, 1 |" in text and "no difference* if the interval lies inside ±0.01;" in text
     assert "| pc on | 0.002 | 0.002 | 2, 3 | -0.1500 ± 0.0500 |" in text
 
 
