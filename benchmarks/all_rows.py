@@ -3,7 +3,7 @@
     python benchmarks/all_rows.py --minutes 9 --output results/DATE-gpu
 
 Repeat it to continue: finished tasks are skipped, failed ones are retried. It installs nothing. It prints the machine,
-then runs tests/gpu (train, resume, export, compile, the exchange, passes against float64), both passes of a 1B layer by
+then runs tests/gpu (training, resume and compilation as on the CPU, the exchange, passes against float64), both passes of a 1B layer by
 precision, and the rows of `step.py`. Each is a separate process with a time limit and a log in OUTPUT/logs.
 Rows write their JSON after every round, so a time limit loses at most one round.
 

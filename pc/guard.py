@@ -16,7 +16,8 @@ COPIED_EARLY = (
 
 
 class Guard:
-    """A hook before the forward pass of a module whose `weight` is not PC(W) of its W. It writes PC(W), or raises an error.
+    """A hook before the forward pass of a module, or of one that holds it, whose `weight` is not PC(W) of its W. It writes
+    PC(W), or raises an error.
 
     Args:
         reason: why there is no PC(W), for the error.

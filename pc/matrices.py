@@ -40,7 +40,7 @@ class Stored:
 def stored_weights(model: nn.Module) -> tuple[list[Stored], list[str]]:
     """The weights of a model that are matrices, by layer, and a line about each other parameter of two dimensions or more.
 
-    A weight that is not known to be several matrices is one. Tensors that PC adds to a weight are left out.
+    A weight that is not known to be several matrices is one. Biases, and tensors that PC adds to a weight, get no line.
 
     Raises:
         UserError: a split of a known class does not fit its weight.

@@ -19,7 +19,7 @@ from pc.maps import COEFFICIENTS, evaluate, stages
 from pc.matrices import Stored, stored_weights
 from pc.spectral import modified_condition_number, singular_values
 
-LEVELS = tuple(sorted(COEFFICIENTS))
+PAPER_LEVELS = tuple(sorted(COEFFICIENTS))
 PC_BLOCKS = ("o", "gate", "up", "down")  # those of PCConfig's default
 SMALL = 0.01
 GRAM_ERROR = 1e-10
@@ -124,7 +124,7 @@ class Measured:
     @cached_property
     def condition_at(self) -> dict[int, float]:
         """Condition number of PC(W) by level."""
-        return {level: modified_condition_number(self.sigma_at(level)).item() for level in LEVELS}
+        return {level: modified_condition_number(self.sigma_at(level)).item() for level in PAPER_LEVELS}
 
     def as_dict(self) -> dict:
         """For JSON, which has no infinity: None in its place."""
@@ -169,10 +169,10 @@ class Conditioning:
         of_block = {block: [matrix for matrix in chosen if matrix.block == block] for block in blocks}
         return {block: matrices for block, matrices in of_block.items() if matrices}
 
-    def cost_bound(self, tokens: int, config: PCConfig = PCConfig()) -> float:
-        """The paper's bound on PC's FLOPs in a step of so many tokens, relative to those of the layers' matrices."""
+    def cost_bound(self, tokens: int) -> float:
+        """The paper's bound on PC's FLOPs at level 4 in a step of so many tokens, relative to those of the layers' matrices."""
         of_all = sum(math.prod(matrix.shape) for matrix in self.in_layers)
-        return sum(math.prod(m.shape) * cost_bound(m.shape, tokens, config) for m in self.of_pc) / of_all
+        return sum(math.prod(m.shape) * cost_bound(m.shape, tokens, PCConfig()) for m in self.of_pc) / of_all
 
     def as_dict(self) -> dict:
         return {"matrices": [matrix.as_dict() for matrix in self.matrices], "left_out": self.left_out}

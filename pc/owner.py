@@ -266,18 +266,17 @@ class _Piece(NamedTuple):
 class _Bucket:
     """Matrices that are exchanged together: the two all-to-alls, and the batches of this rank between them."""
 
-    def __init__(self, group: _Group, owned: Sequence[list[_Matrix]], one_by_one: bool) -> None:
+    def __init__(self, group: _Group, of_owners: Sequence[list[_Matrix]], one_by_one: bool) -> None:
         def pieces(side: int, owner: int, holder: int) -> list[_Piece]:
             nearest_to = owner if side == INPUTS else None  # an owner gets each input once; every replica gets results
-            return [piece for matrix in owned[owner] for piece in matrix.pieces(side, group, holder, nearest_to)]
+            return [piece for matrix in of_owners[owner] for piece in matrix.pieces(side, group, holder, nearest_to)]
 
         alike: dict[Hashable, list[_Matrix]] = defaultdict(list)
-        for matrix in owned[group.rank]:
+        for matrix in of_owners[group.rank]:
             alike[matrix if one_by_one else (matrix.settings, *matrix.shapes)].append(matrix)
         self.batches = list(alike.values())
-        self.group, ranks = group.process_group, range(len(owned))
-        # False: every owner holds its inputs whole, and only results are exchanged
-        self.is_sharded = any(matrix.has_sharded_inputs for matrix in itertools.chain(*owned))
+        self.group, ranks = group.process_group, range(len(of_owners))
+        self.sends_inputs = any(matrix.has_sharded_inputs for matrix in itertools.chain(*of_owners))
         # For inputs and for outputs: the pieces that this rank holds, a list for each owner; and the pieces of the matrices
         # that it owns, a list for each holder. Inputs go from holder to owner, outputs from owner to holder.
         self.held = [[pieces(side, owner, group.rank) for owner in ranks] for side in (INPUTS, OUTPUTS)]
@@ -286,10 +285,9 @@ class _Bucket:
     def run(self, function: Callable, inputs: Sequence[Item], outputs: Sequence[Item]) -> None:
         shards = [piece.of_shard(inputs) for piece in itertools.chain(*self.held[INPUTS])]
         like = local(inputs[0][0])
-        if self.is_sharded:
+        if self.sends_inputs:
             shards = self._exchange(shards, self.held[INPUTS], self.owned[INPUTS], like)
-        # Else every rank has every input whole, and nothing is sent: in `held` it gives inputs to itself alone. For example,
-        # rank 0 of two has held = [[its matrices' inputs], []] and owned = [[the same], []].
+        # Else every owner has its inputs whole, and `held` gives them to itself alone: it is what `owned` would receive.
         batches = self._assemble(shards, like)
         results = []
         for batch in self.batches:
@@ -306,7 +304,7 @@ class _Bucket:
 
     def _assemble(self, received: list[Tensor], like: Tensor) -> list[list[Tensor]]:
         """Put the pieces received together: the batches of this rank."""
-        if not self.is_sharded and all(len(batch) == 1 for batch in self.batches):  # not copied
+        if not self.sends_inputs and all(len(batch) == 1 for batch in self.batches):  # not copied
             counts = [len(batch[0].shapes[INPUTS]) for batch in self.batches]
             views = iter([shard[None] for shard in received])
             return [list(itertools.islice(views, count)) for count in counts]

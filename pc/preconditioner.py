@@ -79,7 +79,6 @@ class Preconditioner:
     """
 
     def __init__(self, models: list[nn.Module], process_group: dist.ProcessGroup | None = None) -> None:
-        reshard(models)
         modules = [module for model in models for module in model.modules()]
         self._models = models
         self._fsdp_modules = [module for module in modules if isinstance(module, FSDPModule)]
@@ -98,7 +97,7 @@ class Preconditioner:
         self._replaced: dict[tuple, Tensor] = {}
         """by the matrices of a batch: how often their u and v were replaced, on the device"""
         self._estimates: Tensor | None = None
-        """`take_estimates` returns it: sum and maximum of the `estimates` of `WeightSplit.write`"""
+        """`take_estimates` returns it: of the `estimates` of `WeightSplit.write` the count, summed, and the largest ratio"""
         self._is_pulled_back = False
         """whether gradients were pulled back since PC(W) was written"""
         self._is_stale = False

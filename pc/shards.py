@@ -36,15 +36,15 @@ def is_stack(weight: Tensor) -> bool:
     return weight.ndim == 3
 
 
-def on_any_rank(conditions: Tensor, tensors: Iterable[Tensor], *groups: dist.ProcessGroup) -> Tensor:
-    """Whether each condition is true on any rank that shares these tensors or is in one of `groups`.
+def on_any_rank(conditions: Tensor, tensors: Iterable[Tensor]) -> Tensor:
+    """Whether each condition is true on any rank that shares these tensors.
 
     All these ranks call it with as many conditions, [k], and get the same answer, 1.0 or 0.0 for each. If they went
     different ways, one would wait for another for ever in the next collective.
     """
     found = conditions.float()
     meshes = dict.fromkeys(tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor))
-    for group in dict.fromkeys([*(group for mesh in meshes for group in mesh.get_all_groups()), *groups]):
+    for group in dict.fromkeys(group for mesh in meshes for group in mesh.get_all_groups()):
         dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
     return found
 

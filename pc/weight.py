@@ -5,8 +5,8 @@
     weight_gamma          a parameter of one dimension, unless `PCConfig.learnable_gamma` is off
     weight_u, weight_v    buffers
 
-W is sharded as `weight` is, the others over the same ranks (`pc.shards.shard_like`). `pc.precondition` adds them once DDP or FSDP has wrapped the model, so that neither sees
-them.
+W is sharded as `weight` is, u and v over the same ranks (`pc.shards.shard_like`), gamma as `shard_gammas` says.
+`pc.precondition` adds them once DDP or FSDP has wrapped the model, so that neither sees them.
 """
 
 from collections.abc import Iterator

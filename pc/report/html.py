@@ -1,9 +1,7 @@
 """One file of HTML without scripts, in light and dark, for any width: what the pages of this project share."""
 
-import os
 from collections.abc import Iterable, Sequence
 from html import escape
-from pathlib import Path
 
 CSS = """
 :root { color-scheme: light dark; --ink: #1c1e21; --paper: #fff; --faint: #666d76; --line: #d5d9de; --soft: #f4f5f7 }
@@ -35,14 +33,3 @@ def table(header: Iterable[str], rows: Iterable[Sequence[str]]) -> str:
     head = "".join(f"<th>{escape(word)}</th>" for word in header)
     body = "".join(f"<tr>{''.join(f'<td>{escape(word)}</td>' for word in row)}</tr>" for row in rows)
     return f"<div class=wide><table><tr>{head}</tr>{body}</table></div>"
-
-
-def write(page: str, output: Path) -> None:
-    """Write a page; whoever opens it meanwhile sees the old one or the new one."""
-    output.parent.mkdir(parents=True, exist_ok=True)
-    temporary = output.with_name(f".{output.name}.{os.getpid()}")
-    try:
-        temporary.write_text(page, encoding="utf-8")
-        temporary.replace(output)
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -12,7 +12,8 @@ from pc.report import draw, html, words
 
 def write(models: dict[str, Conditioning], output: Path, with_pc: Collection[str] = ()) -> None:
     """Write the page of {name: model}. Those of `with_pc` were trained with PC: they are not advised to try it."""
-    html.write(page(models, with_pc), output)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(page(models, with_pc), encoding="utf-8")
 
 
 def page(models: dict[str, Conditioning], with_pc: Collection[str] = ()) -> str:

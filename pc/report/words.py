@@ -1,11 +1,10 @@
 """What is said of a measurement, wherever it is shown: rows of tables, a summary, advice."""
 
 import math
-import re
-from collections import Counter
 from collections.abc import Sequence
 
-from pc.measure import LEVELS, PC_BLOCKS, Conditioning, Measured, geometric_mean
+from pc.measure import PAPER_LEVELS, PC_BLOCKS, Conditioning, Measured, geometric_mean
+from pc.targets import counted, wildcard_layers
 
 TOKENS = 500_000  # of a step, in what is said of the cost
 
@@ -29,7 +28,7 @@ WITH_PC = "Trained with PC: how it would have ended without, or at another level
 
 BLOCK_HEADER = (
     "block", "matrices", "condition number", "Gaussian", "times", "worst", "stable rank", "effective rank", "below 1 %",
-    *(f"PC {level}" for level in LEVELS),
+    *(f"PC {level}" for level in PAPER_LEVELS),
 )  # fmt: skip
 LEGEND = (
     "Condition number: largest singular value over the mean of the smallest tenth; of a block the geometric mean. Gaussian: "
@@ -66,7 +65,7 @@ def block_row(block: str, matrices: Sequence[Measured]) -> list[str]:
         mean("stable_rank"),
         mean("effective_rank"),
         f"{100 * sum(m.figures.small for m in matrices) / len(matrices):.1f} %",
-        *(number(geometric_mean(m.condition_at[level] for m in matrices)) for level in LEVELS),
+        *(number(geometric_mean(m.condition_at[level] for m in matrices)) for level in PAPER_LEVELS),
     ]
 
 
@@ -161,10 +160,7 @@ def cost(found: Conditioning) -> str:
 
 def left_out(found: Conditioning) -> list[str]:
     """A line for each kind of tensor that was left out: those that differ in numbers alone are counted."""
-    return [
-        f"{count} x {line}"
-        for line, count in Counter(re.sub(r"(?<=\.)\d+(?=\.)", "*", x) for x in found.left_out).items()
-    ]
+    return counted(map(wildcard_layers, found.left_out))
 
 
 def card(models: dict[str, Conditioning]) -> str:

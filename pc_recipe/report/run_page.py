@@ -23,6 +23,7 @@ from pc_recipe.evaluate import plain_weights
 from pc_recipe.evaluate.generate import continue_text
 from pc_recipe.evaluate.hugging_face import load_checkpoint
 from pc_recipe.files import look
+from pc_recipe.files.atomic import write_atomically
 from pc_recipe.files.plots import legend_below, save, short_tokens, subplots
 from pc_recipe.files.run_folder import find_newest_checkpoint, read_environment, read_state
 from pc_recipe.files.run_log import VALIDATION, RunLog, read_logs, unique_names
@@ -81,7 +82,7 @@ def write(paths: Sequence[Path], output: Path, sweeps: Sequence[Path] = ()) -> s
     logs = curves.marked(read_logs(paths)) if paths else []
     points_of_sweeps = _sweeps(sweeps, logs)
     if not logs:
-        html.write(html.document("Sweeps", ["<h1>Sweeps</h1>", *points_of_sweeps]), output)
+        write_atomically(output, html.document("Sweeps", ["<h1>Sweeps</h1>", *points_of_sweeps]))
         return str(output)
     rows = curves.compare(logs)
     runs = [_show(log) for log in logs]
@@ -103,7 +104,7 @@ def write(paths: Sequence[Path], output: Path, sweeps: Sequence[Path] = ()) -> s
         f"<p>{escape(_ONE_SEED)}</p>",
         *_more(logs),
     ]
-    html.write(html.document(title, parts), output)
+    write_atomically(output, html.document(title, parts))
     _draw_picture(title, runs, rows, output.with_suffix(""))
     lines = [f"{run.described}. {_figures(run)}" for run in runs]
     texts = ", ".join(f"{run.name}: {shorten(run.text, 60)}" for run in runs)
