@@ -124,12 +124,13 @@ def _require_usable(models: list[nn.Module]) -> list[Weight]:
             )
         if [other.name for other in weights].count(weight.name) > 1:
             raise UserError(
-                f"two modules have PC of the name {weight.name}: give each model its own pc.precondition, and call "
-                "pc.attach after what copies modules, as peft does (modules_to_save)"
+                f"two modules have PC of the name {weight.name}: call pc.attach on one module that holds both, such as an "
+                "nn.ModuleDict, and call pc.attach after what copies modules, as peft does (modules_to_save)"
             )
     return weights
 
 
+@torch.inference_mode(False)  # as `precondition`
 @torch.no_grad()
 def preserve(models: nn.Module | Iterable[nn.Module]) -> None:
     """Treat each marked weight as PC(W): set W, u and v to match, and gamma to 1. `weight` stays as it is.
@@ -207,6 +208,7 @@ def _remove(model: nn.Module) -> nn.Module:
     for weight in _weights(model):
         weight.remove()
     for module in model.modules():
-        if isinstance(getattr(module, "_ddp_params_and_buffers_to_ignore", None), NotForDDP):
+        # `vars`, because a wrapper such as peft's also shows the attributes of the module inside it
+        if isinstance(vars(module).get("_ddp_params_and_buffers_to_ignore"), NotForDDP):
             del module._ddp_params_and_buffers_to_ignore
     return model

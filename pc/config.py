@@ -89,7 +89,9 @@ class PCConfig:
         for name in self.blocks:
             if name not in BLOCK_SUFFIXES and name not in BLOCK_GROUPS and "." not in name and "*" not in name:
                 known = " ".join([*BLOCK_SUFFIXES, *BLOCK_GROUPS])
-                raise UserError(f"pc.blocks: {name!r} is not a block; use {known}, or a full-name pattern")
+                raise UserError(
+                    f"pc.blocks: {name!r} is not a block; use {known}, or a pattern of full names, such as *{name}"
+                )
         if unknown := set(self.heads) - {"q", "k", "v"}:
             raise UserError(f"pc.heads: {sorted(unknown)[0]!r} is not one of q, k, v")
         # by their names, so that configs with the same maps are equal

@@ -138,8 +138,8 @@ def find_groups(
     Nothing is changed, and `pc.precondition` need not have made W and gamma yet.
 
     Raises:
-        UserError: no optimizer holds a weight that is trained; none can train its gamma; or one has another
-            preconditioner.
+        UserError: no optimizer holds a weight that is trained, or two groups do; none can train its gamma; or one has
+            another preconditioner.
     """
     optimizers = unwrapped(given)
     for optimizer in optimizers:
@@ -147,17 +147,23 @@ def find_groups(
             getattr(g["params"], "preconditioner", preconditioner) != preconditioner for g in optimizer.param_groups
         ):
             raise UserError(f"a {type(optimizer).__name__} has a preconditioner already; use that one")
-    held = ids_of_parameters(*optimizers)
+    groups = [{*map(id, group["params"][:])} for optimizer in optimizers for group in optimizer.param_groups]
     joining = []
     for weight in weights:
         is_trained = weight.effective.requires_grad
-        is_held = id(weight.effective) in held or id(weight.orig) in held
+        holding = [id(weight.effective) in group or id(weight.orig) in group for group in groups]
+        is_held = any(holding)
+        if sum(holding) > 1:
+            raise UserError(
+                f"{weight.name}: {weight.attribute} and {weight.attribute}_orig are in two groups of optimizers; W, which is "
+                f"{weight.attribute}_orig, takes the place of {weight.attribute}, so put both into the group that shall train W"
+            )
         if is_trained and not is_held:
             raise UserError(
                 f"no optimizer given to pc.precondition holds the weight of {weight.name}; create optimizers after any "
                 "sharding, and give all that train the model"
             )
-        if not is_held or not weight.config.learnable_gamma or id(weight.gamma) in held:
+        if not is_held or not weight.config.learnable_gamma or any(id(weight.gamma) in group for group in groups):
             continue
         group = _group_for_gamma(weight, optimizers)
         if group is None and is_trained:

@@ -102,6 +102,8 @@ class Preconditioner:
         """whether gradients were pulled back since PC(W) was written"""
         self._is_stale = False
         """whether PC(W) is known to be older than W or gamma"""
+        self._moves = False
+        """whether the step that is being taken may move W or gamma"""
         self._lock = threading.RLock()  # a thread may evaluate while a step is taken
         self._is_saving = False
         """whether an optimizer's state is being taken, which may be between micro-batches"""
@@ -133,7 +135,7 @@ class Preconditioner:
     def pull_back(self) -> None:
         """Turn the gradients of PC(W) in `weight.grad` into gradients of W and gamma, which add up in theirs.
 
-        Call it after the last backward pass of a step, before unscaling and clipping; or after each backward pass.
+        Call it after the last backward pass of a step, before unscaling and clipping; or after each that averages over ranks.
 
         Raises:
             UserError: there are no gradients, W or PC(W) has changed since PC(W) was written, or no followed optimizer has
@@ -153,9 +155,16 @@ class Preconditioner:
             if len(used) < len(self.weights):  # another parameter may have taken the weight's place, and the gradient
                 self._require_in_place()
             if not used:
+                if not any(weight.effective.requires_grad for weight in self.weights.values()):
+                    return
                 raise UserError("pull_back() found no gradient of a weight with PC; call it after backward()")
             held = followed.ids_of_parameters(*self._hooks) if self._hooks else {id(w.orig) for w in used}
             for weight in used:
+                if not any(parameter.requires_grad for parameter in weight.trained):
+                    raise UserError(
+                        f"{weight.name} has gradients, but its W and gamma are frozen: unfreeze the module, which has all three, "
+                        "not a list of parameters that is older than they are"
+                    )
                 if weight.orig.requires_grad and id(weight.orig) not in held:
                     raise UserError(f"{weight.name} was unfrozen; call preconditioner.follow(optimizer) first")
             inputs: list[Item] = []
@@ -312,7 +321,7 @@ class Preconditioner:
         self._require_pc()
         given = followed.join(self.weights.values(), optimizers, self)
         trained = followed.ids_of_parameters(*given)
-        ours = {id(p) for weight in self.weights.values() for p in (weight.orig, weight.gamma)}
+        ours = {id(p) for weight in self.weights.values() for p in weight.trained}
         for earlier in [*self._hooks]:
             if (ours & followed.ids_of_parameters(earlier)) <= trained:  # the new ones train all of ours that it does
                 self._leave(earlier, restore=earlier not in given)
@@ -361,6 +370,7 @@ class Preconditioner:
         closure = kwargs.get("closure", given[0] if given else None)
         if closure is None:
             self.require_pulled_back()
+            self._moves = self._may_move(optimizer)
             return None
 
         def with_pc() -> Any:
@@ -372,6 +382,7 @@ class Preconditioner:
                 loss = closure()
             if self.has_gradients():
                 self.pull_back()
+            self._moves = self._may_move(optimizer)
             return loss
 
         if given:
@@ -380,7 +391,7 @@ class Preconditioner:
 
     @torch.compiler.disable
     def _after_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
-        if not self._moves(optimizer):
+        if not self._moves:
             self._note_versions()
             return
         self._stepped.add(optimizer)
@@ -390,11 +401,11 @@ class Preconditioner:
             self._note_versions()
             self._wait_for_write()
 
-    def _moves(self, optimizer: Optimizer) -> bool:
-        """Whether a step may have moved W or gamma: without a rate only if something was pulled back before it."""
+    def _may_move(self, optimizer: Optimizer) -> bool:
+        """Whether a step may move W or gamma: without a rate only if something was pulled back before it. Asked before the step,
+        which may clear the gradients."""
         is_real = self._is_pulled_back or _is_real(optimizer)
-        trained = (parameter for w in self.weights.values() for parameter in (w.orig, w.gamma) if parameter is not None)
-        return is_real and any(parameter.grad is not None for parameter in trained)
+        return is_real and any(p.grad is not None for weight in self.weights.values() for p in weight.trained)
 
     def _wait_for_write(self) -> None:
         """W is newer than PC(W): write it before the next forward pass."""
@@ -432,8 +443,8 @@ class Preconditioner:
             if effective and not is_loaded and not is_written_anew:
                 raise UserError(
                     f"{weight.name} was changed while it held PC(W), and optimizers train W: change {weight.attribute}_orig "
-                    "and call preconditioner.write_pc(); after loading plain weights preconditioner.restart(); give "
-                    "pc.precondition all optimizers"
+                    "and call preconditioner.write_pc(); after loading plain weights preconditioner.restart(), after averages "
+                    "were swapped back preconditioner.note_loaded(); give pc.precondition all optimizers"
                 )
             self._is_stale |= orig and not effective
         if any(loaded):
@@ -471,9 +482,9 @@ def _require_w(reference: "weakref.ref[Preconditioner]", optimizer: Optimizer, a
 
 
 def _versions(weight: Weight) -> list[list[tuple[int, int]]]:
-    kinds = (weight.effective,), (weight.orig, weight.gamma), (weight.u,)
+    kinds = [weight.effective], weight.trained, [weight.u]
     # of a DTensor both count: operations of autograd, and those on its shard
-    return [[(one._version, local(one)._version) for one in tensors if one is not None] for tensors in kinds]
+    return [[(one._version, local(one)._version) for one in tensors] for tensors in kinds]
 
 
 def _add_gradient(parameter: Any, gradient: Tensor) -> None:

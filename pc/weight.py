@@ -60,6 +60,11 @@ class Weight:
         return self.module._parameters.get(self._key("gamma"))
 
     @property
+    def trained(self) -> list[Any]:
+        """What an optimizer trains: W, and gamma if it is learnable."""
+        return [parameter for parameter in (self.orig, self.gamma) if parameter is not None]
+
+    @property
     def gamma_values(self) -> Tensor:
         """Gamma without its gradient, in the shape that the split takes, [P] or [E, P]; ones where it is not learnable."""
         gamma = self._ones() if self.gamma is None else self.gamma.detach()

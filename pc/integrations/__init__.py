@@ -8,6 +8,11 @@ from pc.preconditioner import Preconditioner, preconditioners_of
 from pc.weight import added_names, named_weights
 
 
+def has_pc(model: nn.Module) -> bool:
+    """Whether a weight is marked; not after `pc.merge`."""
+    return any(True for _ in named_weights(model))
+
+
 def started(model: nn.Module, is_replicated: bool) -> Preconditioner:
     """The model's preconditioner, made now if it has none, for trainers that load a checkpoint or evaluate before they wrap
     the model. Once it is wrapped, call `note_loaded`.

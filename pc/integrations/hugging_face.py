@@ -13,7 +13,7 @@ import torch
 from transformers import Trainer
 
 from pc.errors import UserError
-from pc.integrations import started
+from pc.integrations import has_pc, started
 from pc.preconditioner import Preconditioner
 
 
@@ -49,7 +49,9 @@ class PCTrainerMixin(Trainer):
         return loss
 
     def evaluation_loop(self, *args, **kwargs):
-        self.preconditioner.write_if_stale()
+        model: Any = self.model
+        if has_pc(model):
+            self.preconditioner.write_if_stale()
         return super().evaluation_loop(*args, **kwargs)
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None) -> None:

@@ -10,8 +10,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 
-from pc.integrations import started
-from pc.weight import named_weights
+from pc.integrations import has_pc, started
 
 
 class PCCallback(Callback):
@@ -25,8 +24,7 @@ class PCCallback(Callback):
 
     def setup(self, trainer, pl_module, stage: str) -> None:
         """Called before a checkpoint is loaded, except with strategies for sharded models, which load later."""
-        has_weights = any(True for _ in named_weights(pl_module))
-        if has_weights and not trainer.strategy.restore_checkpoint_after_setup:
+        if has_pc(pl_module) and not trainer.strategy.restore_checkpoint_after_setup:
             pl_module.to(trainer.strategy.root_device)
             self._start(trainer, pl_module)
 
@@ -36,7 +34,7 @@ class PCCallback(Callback):
         self.preconditioner.follow(*trainer.optimizers)
 
     def on_validation_start(self, trainer, pl_module) -> None:
-        if trainer.state.fn != TrainerFn.FITTING:
+        if trainer.state.fn != TrainerFn.FITTING and has_pc(pl_module):
             self._start(trainer, pl_module)
             self.preconditioner.note_loaded()
 

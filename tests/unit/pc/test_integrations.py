@@ -128,6 +128,8 @@ def test_a_trainer_that_makes_its_model_anew(tmp_path):
         weights = trainer.preconditioner.weights
         assert {w.module for w in weights.values()} == {w.module for _, w in pc.named_weights(trainer.model)}
         assert all(w.gamma != 1 for w in weights.values())
+    pc.merge(trainer.model)
+    trainer.evaluate()
 
 
 class Net(lightning.LightningModule):
@@ -194,6 +196,8 @@ def test_lightning(tmp_path):
     other = Net()
     lightning_trainer(PCCallback()).validate(other, ckpt_path=tmp_path / "last.ckpt", verbose=False, weights_only=False)
     assert same(other.state_dict(), module.state_dict())
+    pc.merge(other.net)
+    lightning_trainer(PCCallback()).validate(other, verbose=False)
 
 
 def test_lightning_by_hand_and_a_callback_for_two_modules():

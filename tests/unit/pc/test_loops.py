@@ -132,6 +132,20 @@ class Prepared(torch.optim.SGD):
                     p.sub_(self.buffers[p].mul_(0.9).add_(p.grad), alpha=group["lr"])
 
 
+class Clearing(Prepared):
+    """Clears gradients at the end of its step, as some of SAM do."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                p.sub_(p.grad, alpha=0.1)
+        self.zero_grad()
+
+
 LOOPS = {
     "accumulation": (accumulate, sgd),
     "pull back per micro-batch": (pull_back_each, sgd),
@@ -145,6 +159,8 @@ LOOPS = {
     "two optimizers": pytest.param(skip, one_for_each_block, marks=pytest.mark.fast),
     "closures of two optimizers": (by_closures, one_for_each_block),
     "an optimizer with its own add_param_group": (accumulate, lambda p: Prepared(p, lr=0.1)),
+    "a step that clears gradients": (accumulate, lambda p: Clearing(p, lr=0.1)),
+    "closures of a step that clears gradients": (by_closures, lambda p: Clearing(p, lr=0.1)),
     "no rate": (accumulate, lambda p: torch.optim.SGD([{"params": [*p], "lr": torch.tensor(0.1)}])),
     "foreach": (accumulate, lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True)),
     "fused": (accumulate, lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True)),
@@ -178,6 +194,56 @@ def test_without_gammas():
         found = loop.preconditioner.weights[name].orig
         torch.testing.assert_close(found, layer.weight, rtol=0, atol=1e-12)
     assert not any("gamma" in name for name in loop.model.state_dict())
+
+
+def test_a_frozen_model_has_nothing_to_pull_back():
+    """Such as a backbone with PC below a new head."""
+    loop = Loop(sgd)
+    head = nn.Linear(7, 1).double()
+    loop.model.requires_grad_(False)
+    head(loop.model(toy_batch(0))).sum().backward()
+    before = loop.trained()
+    loop.pull_back()
+    loop.update()
+    assert same(loop.trained(), before)
+
+
+def test_two_models_that_train_in_turn():
+    """The critic's step lies between the generator's forward and backward passes, as in a GAN."""
+    found = []
+    for kind in (Loop, InGraph):
+        generator, critic = kind(sgd), kind(sgd)
+        for step in range(3):
+            made = generator.model(toy_batch(step))
+            toy_loss(critic.model, made.detach()).backward()
+            critic.pull_back()
+            critic.update()
+            toy_loss(critic.model, made).backward()
+            generator.pull_back()
+            generator.update()
+            critic.zero_grad()
+        found.append({which: one.trained() for which, one in (("generator", generator), ("critic", critic))})
+    for which in found[0]:
+        require_near(found[0][which], found[1][which], tolerance=1e-10)
+
+
+class PassingOn(nn.Module):
+    """Shows the attributes of the module inside, as wrappers of peft and of Lightning's Fabric do."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def __getattr__(self, name):
+        return super().__getattr__(name) if name == "module" else getattr(self.module, name)
+
+
+def test_a_model_that_is_wrapped_later_is_merged():
+    loop = Loop(sgd)
+    loop.step()
+    expected = pc.plain_state_dict(loop.model)
+    merged = pc.merge(PassingOn(loop.model))
+    assert same(merged.state_dict(), {f"module.{name}": value for name, value in expected.items()})
 
 
 def test_gammas_alone():

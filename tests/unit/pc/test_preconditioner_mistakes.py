@@ -185,7 +185,36 @@ def parameter_assigned():
     loop.step()
 
 
+def unfrozen_by_an_earlier_list():
+    model = attached()
+    parameters = [p.requires_grad_(False) for p in model[0].parameters()]
+    preconditioner = pc.precondition(model, sgd(model.parameters()))
+    for parameter in parameters:
+        parameter.requires_grad_()
+    toy_loss(model, toy_batch(0)).backward()
+    preconditioner.pull_back()
+
+
+def by_names(split):
+    """Optimizers made after `pc.precondition`: `split` gives the groups of each from parameters by their names."""
+    preconditioner = pc.precondition(model := attached())
+    named = dict(model.named_parameters())
+    weights, rest = ([named[name] for name in named if name.endswith("weight") is which] for which in (True, False))
+    preconditioner.follow(*map(sgd, split(weights, rest)))
+
+
+IN_TWO_PLACES = "0.attention.wo: weight and weight_orig are in two groups of optimizers"
+
 MISTAKES = {
+    "unfrozen by an earlier list": (
+        unfrozen_by_an_earlier_list,
+        "0.attention.wo has gradients, but its W and gamma are frozen",
+    ),
+    "PC(W) and W in two groups": (
+        lambda: by_names(lambda weights, rest: [[{"params": weights}, {"params": rest}]]),
+        IN_TWO_PLACES,
+    ),
+    "PC(W) and W in two optimizers": (lambda: by_names(lambda weights, rest: [weights, rest]), IN_TWO_PLACES),
     "no preconditioner": (
         lambda: attached()(toy_batch(0)),
         "there is no PC(W) of 0.attention.wo: it has no preconditioner; call pc.precondition(model, optimizer)",
@@ -200,7 +229,10 @@ MISTAKES = {
         "on the meta device; call pc.precondition once the weights exist",
     ),
     "second preconditioner": (second_preconditioner, "has a preconditioner already"),
-    "two models": (lambda: pc.precondition([attached(), attached()]), "two modules have PC of the name 0.attention.wo"),
+    "two models": (
+        lambda: pc.precondition([attached(), attached()]),
+        "two modules have PC of the name 0.attention.wo: call pc.attach on one module that holds both",
+    ),
     "weights tied after attach": (weights_tied_after_attach, "shares its weight: 0.attention.wo, 1.attention.wo"),
     "weights tied after precondition": (weights_tied_after_precondition, "1.attention.wo has another weight than"),
     "weights assigned": (parameter_assigned, "0.attention.wo has another weight than pc.precondition found"),
