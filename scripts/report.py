@@ -20,6 +20,8 @@ def main() -> None:
     )  # fmt: skip
     parser.add_argument("--output", type=Path, default=Path("outputs/report.html"), help="the page")
     arguments = parser.parse_args()
+    if arguments.output.suffix != ".html":
+        parser.error(f"--output {arguments.output}: should end in .html; its picture is beside it, as .png")
     if not arguments.runs and not arguments.sweep:
         parser.error("give at least one RUN or --sweep FOLDER")
     from pc_recipe.report.run_page import write

@@ -21,6 +21,7 @@ After any interruption, repeat the command to continue.
 import argparse
 import os
 import re
+import signal
 import sys
 import time
 
@@ -81,6 +82,7 @@ def main() -> None:
     from pc_recipe.data.inspection import describe
     from pc_recipe.data.tokenizing import tokenize
 
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # its processes end with it
     start = time.perf_counter()
     try:
         manifest = tokenize(**vars(options))

@@ -28,8 +28,9 @@ from pc_recipe.files.atomic import sha256_of
 from pc_recipe.files.run_folder import CHECKSUMS
 
 BATCH = "training.global_batch_size"
+START = "checkpoint.initial_load_path"
 STARTS = (
-    "checkpoint.initial_load_path", "checkpoint.initial_load_model_only", "checkpoint.initial_load_in_hf",
+    START, "checkpoint.initial_load_model_only", "checkpoint.initial_load_in_hf",
     "checkpoint.exclude_from_loading", "debug.seed", "model.init_std", "model.init_factors", "pc.start",
 )  # fmt: skip
 """what only a new run takes"""
@@ -115,7 +116,7 @@ def data_checksums(config: Config) -> dict[str, str]:
     files |= {f"options.{name}": Path(value) for name, value in options.items() if isinstance(value, str)}
     named = {f"experiment.{name}": file for name, file in files.items()}
     if config.checkpoint.enable and config.checkpoint.initial_load_path:
-        named["checkpoint.initial_load_path"] = Path(config.checkpoint.initial_load_path, CHECKSUMS)
+        named[START] = Path(config.checkpoint.initial_load_path, CHECKSUMS)
     return checksums | {f"content of {key}": sha256_of(file) for key, file in named.items() if look.is_file(file)}
 
 

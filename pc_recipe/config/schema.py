@@ -211,7 +211,7 @@ class Data(Section):
     decides = RESULT
     path: Annotated[
         Text | Annotated[dict[Text, Positive], Field(min_length=1)],
-        should("a folder or a table of folders with weights"),
+        should("a folder or a table of folders with weights above 0"),
     ] = key("data/demo", "Folder of token shards with a manifest; or a mixture, a table of folders with their weights.")
     validation_path: Text = key("", "Folder of the validation split; empty: the same as path.")
     validation_sequences: Count = key(64, "Sequences per validation over all ranks, the same ones every time.")

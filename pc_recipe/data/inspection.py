@@ -35,7 +35,7 @@ def describe(manifest: Manifest) -> str:
         )
     # of folders of format 1 it is not known
     left_out = [f"{number:,} {reason}" for reason, number in source.get("left_out", {}).items()]
-    lines.append(f"left out     {'; '.join(left_out) or 'no file'}")
+    lines.append(f"left out     {'; '.join(left_out) or 'nothing'}")
     if replaced := source.get("replaced"):
         count = sum(replaced.values())
         lines.append(f"not UTF-8    {count:,} bytes became U+FFFD, in {len(replaced):,} files that manifest.json names")

@@ -43,7 +43,7 @@ class Source(TypedDict):
     text_key: NotRequired[str]
     max_documents: NotRequired[Size | None]
     left_out: NotRequired[dict[str, Size]]
-    """{reason: number of files}"""
+    """{reason: number of files or documents}"""
     replaced: NotRequired[dict[str, Size]]
     """{file: bytes that were not UTF-8}"""
 

@@ -27,7 +27,10 @@ ENDINGS = (PARQUET, *READERS)
 HUB_DATASET = re.compile(r"[\w.-]+/[\w.-]+")
 BATCH = 8
 """documents read and encoded together: more are no faster, and a file of 0.2 MB may hold one text of 100 MB many times"""
-_SPLIT = re.compile(r"(train|validation|valid|val|dev|test)(?:-\d{5}-of-\d{5})?\.[a-z.]+")
+_SPLIT = re.compile(
+    r"(?:[\w-]+\.)?(train|validation|valid|val|dev|test)(?:-\d{5}-of-\d{5}(?:-[0-9a-f]{16})?)?(?:\.[a-z.]+)?"
+)
+"""a file of a split, or a folder of its files"""
 _NOT_UTF8 = re.compile("[\ud800-\udfff]")
 
 
@@ -135,7 +138,8 @@ def _walk(folder: Path, left_out: Counter[str]) -> Iterator[Path]:
 
 def _leave_out_other_splits(files: list[Path], folder: Path, left_out: Counter[str]) -> list[Path]:
     """Of a clone of a data set: without its card, and without the files of splits other than train, as from the Hub."""
-    splits = {file: match[1] for file in files if (match := _SPLIT.fullmatch(file.name))}
+    parts = ((file, part) for file in files for part in file.relative_to(folder).parts)
+    splits = {file: match[1] for file, part in parts if (match := _SPLIT.fullmatch(part))}
     if "train" not in splits.values():
         return files
     reasons = {file: "of another split than train" for file, split in splits.items() if split != "train"}
@@ -239,17 +243,21 @@ def divide_into_units(files: list[SourceFile], unit_bytes: float) -> list[Unit]:
     return units
 
 
-def read_texts(unit: Unit, text_key: str, replaced: Counter[str]) -> Iterator[str]:
-    """The unit's texts; null becomes an empty text. Reads no further than it is asked to.
+def read_texts(unit: Unit, text_key: str, replaced: Counter[str], left_out: Counter[str]) -> Iterator[str]:
+    """The unit's texts, but for null and empty ones. Reads no further than it is asked to.
 
-    replaced: gets the number of bytes of each file that are not UTF-8, each of which becomes U+FFFD.
+    replaced: gets the number of bytes of each file that are not UTF-8, each of which becomes U+FFFD. left_out: gets the
+    number of texts that are left out.
     """
     for file, (first, end) in unit.groups.items():
         for text in _read(file, first, end, text_key):
             whole, count = _NOT_UTF8.subn("\ufffd", text or "")
             if count:
                 replaced[file] += count
-            yield whole
+            if not whole:
+                left_out["documents without text"] += 1
+            else:
+                yield whole
 
 
 def _read(file: str, first: int, end: int, text_key: str) -> Iterator[str | None]:

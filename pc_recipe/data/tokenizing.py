@@ -26,6 +26,7 @@ from pc_recipe.data.token_files import write_shard
 from pc_recipe.data.tokenizers import DEFAULT_TOKENIZER, Tokenizer, load_tokenizer
 from pc_recipe.data.tokenizing_job import (
     TokenizingJob,
+    UnitRecord,
     open_job,
     read_finished,
     record_unit,
@@ -109,9 +110,9 @@ def _run_in_pool(job: TokenizingJob, unfinished: list[Unit], processes: int) -> 
 
 def tokenize_unit(job: TokenizingJob, unit: Unit, advance: Callable[[int], object] = lambda characters: None) -> None:
     """Write the unit's shards and its record; `advance` is called with the characters of each batch of documents."""
-    settings, replaced = job.settings, Counter[str]()
+    settings, replaced, left_out = job.settings, Counter[str](), Counter[str]()
     tokenizer = _load_once(job.output / TOKENIZER_FOLDER, job.tokenizer.sha256)
-    texts = islice(read_texts(unit, settings["text_key"], replaced), settings["max_documents"])
+    texts = islice(read_texts(unit, settings["text_key"], replaced, left_out), settings["max_documents"])
     shards: dict[str, list[TokenShard]] = {split: [] for split in SPLITS}
     for number in count():
         encoded = _encode(texts, tokenizer, settings, advance)
@@ -124,7 +125,7 @@ def tokenize_unit(job: TokenizingJob, unit: Unit, advance: Callable[[int], objec
                 documents = int(np.count_nonzero(tokens == tokenizer.eos_id))
                 shards[split].append(write_shard(job.output, split, name, tokens, documents))
     job.require_unmodified(unit.groups)
-    record_unit(job, unit, shards, replaced)
+    record_unit(job, unit, UnitRecord(job.sha256, shards, dict(replaced), dict(left_out)))
 
 
 @lru_cache(maxsize=1)  # for all units of a process

@@ -10,7 +10,7 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -138,7 +138,7 @@ def open_job(output: Path, sources: list[str], tokenizer: Tokenizer, requested: 
     else:
         settings, units = _divide_source(sources, output, requested)
         for unit in units[:1]:
-            texts = islice(read_texts(unit, requested["text_key"], Counter()), COMPARED)
+            texts = islice(read_texts(unit, requested["text_key"], Counter(), Counter()), COMPARED)
             tokenizer.require_equal([text[:LONGEST] for text in texts])
         tokenizer.save(output / TOKENIZER_FOLDER)
         modified = {file: now for unit in units for file in unit.groups if (now := _last_change(file))}
@@ -206,14 +206,8 @@ def _require_same_files(sources: list[str], settings: dict, units: list[Unit], o
         )
 
 
-def record_unit(
-    job: TokenizingJob, unit: Unit, shards: dict[str, list[TokenShard]], replaced: Mapping[str, int]
-) -> None:
-    """Mark the unit as finished, after its shards are written.
-
-    replaced: {file: bytes that are not UTF-8}
-    """
-    record = UnitRecord(job.sha256, shards, dict(replaced))
+def record_unit(job: TokenizingJob, unit: Unit, record: "UnitRecord") -> None:
+    """Mark the unit as finished, after its shards are written."""
     write_atomically(_record_path(job, unit), json.dumps(asdict(record), indent=1))
 
 
@@ -230,6 +224,8 @@ class UnitRecord:
     shards: dict[str, list[TokenShard]]
     replaced: dict[str, Size]
     """{file: bytes that are not UTF-8}"""
+    left_out: dict[str, Size] = field(default_factory=dict)
+    """{reason: number of documents}; earlier versions left none out"""
 
 
 _RECORD = TypeAdapter(UnitRecord)
@@ -268,7 +264,8 @@ def write_manifest_if_finished(job: TokenizingJob) -> Manifest | None:
         remove_leftovers(job.output / split)
     source: Any = {"input": " ".join(settings["sources"])}
     source |= {key: settings[key] for key in ("subset", "text_key", "max_documents", "files")}
-    source |= {"left_out": settings.get("left_out", {})}
+    left_out = sum((Counter(record.left_out) for record in records), Counter(settings.get("left_out", {})))
+    source |= {"left_out": dict(left_out)}
     source |= {"replaced": dict(sum((Counter(record.replaced) for record in records), Counter()))}
     manifest = Manifest(
         folder=job.output,

@@ -54,7 +54,7 @@ def train_tokenizer(
 def _texts(sources: Sequence[str], text_key: str, text_bytes: int) -> Iterator[str]:
     for file in find_files(sources, Counter()):  # one by one: a Hub dataset has thousands
         for unit in divide_into_units(measure_files([file], text_key), math.inf):
-            for text in read_texts(unit, text_key, Counter()):
+            for text in read_texts(unit, text_key, Counter(), Counter()):
                 if text_bytes <= 0:
                     return
                 text_bytes -= len(text.encode())

@@ -23,9 +23,10 @@ def continue_text(
     sampling: dict[str, Any] = {"do_sample": False}
     if temperature:
         sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
-    given = tokenizer(prompt, return_tensors="pt").to(model.device)
-    end = -1 if ends_texts(tokenizer) else None
-    inputs = {key: ids[:, :end] for key, ids in given.items() if key != "token_type_ids"}
+    ids = tokenizer.encode(prompt)
+    ids = ids[:-1] if ends_texts(tokenizer) else ids
+    given = torch.tensor([ids or [tokenizer.eos_token_id]], device=model.device)  # documents begin behind another's end
     torch.manual_seed(seed)
-    (ids,) = model.generate(**inputs, max_new_tokens=tokens, max_length=None, **sampling)
+    mask = torch.ones_like(given)
+    (ids,) = model.generate(given, attention_mask=mask, max_new_tokens=tokens, max_length=None, **sampling)
     return tokenizer.decode(ids, skip_special_tokens=True)

@@ -327,7 +327,7 @@ def _check_training(result: CheckResult, config: Config, manifest: Manifest, sha
 def _check_validation(result: CheckResult, config: Config, manifest: Manifest) -> None:
     sequences, requested = _count_sequences(result, config, manifest, "validation"), config.data.validation_sequences
     result.facts.append(("validation data", f"{min(sequences, requested)} sequences of {config.training.seq_len}"))
-    if sequences < requested:
+    if 0 < sequences < requested:  # 0 is an error
         result.warnings.append(
             f"{manifest.folder} has {sequences} validation sequences, data.validation_sequences is {requested}"
         )

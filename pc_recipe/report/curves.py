@@ -11,7 +11,7 @@ import pandas as pd
 from pc.errors import UserError
 from pc_recipe.config import read_config
 from pc_recipe.files.plots import label_tokens, short_tokens
-from pc_recipe.files.run_folder import read_environment, read_state
+from pc_recipe.files.run_folder import read_environment, read_parts, read_state
 from pc_recipe.files.run_log import VALIDATION, RunLog
 from pc_recipe.report import settings
 
@@ -92,7 +92,7 @@ def marked(runs: Sequence[RunLog]) -> list[RunLog]:
     Raises:
         UserError: a run was validated on other text, or with another tokenizer.
     """
-    first, *others = data = [read_environment(run.file.parent).get("data") or {} for run in runs]
+    first, *others = data = [[part.get("data") or {} for part in read_parts(run.file.parent)] for run in runs]
     for run, one in zip(runs[1:], others, strict=True):
         if _differ("content of data.validation_path", first, one):
             raise UserError(
@@ -105,9 +105,10 @@ def marked(runs: Sequence[RunLog]) -> list[RunLog]:
     ]
 
 
-def _differ(key: str, first: dict, other: dict) -> bool:
-    """Whether both know the checksum and it is not the same."""
-    return key in first and key in other and first[key] != other[key]
+def _differ(key: str, first: list[dict], other: list[dict]) -> bool:
+    """Whether parts of both runs know the checksum, and it is not the same in all."""
+    one, two = ({part[key] for part in parts if key in part} for parts in (first, other))
+    return bool(one and two) and len(one | two) > 1
 
 
 def draw_validation(axes: Any, runs: Sequence[RunLog], rows: pd.DataFrame) -> None:

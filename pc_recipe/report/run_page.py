@@ -108,7 +108,7 @@ def write(paths: Sequence[Path], output: Path, sweeps: Sequence[Path] = ()) -> s
     _draw_picture(title, runs, rows, output.with_suffix(""))
     lines = [f"{run.described}. {_figures(run)}" for run in runs]
     texts = ", ".join(f"{run.name}: {shorten(run.text, 60)}" for run in runs)
-    keys = ", ".join(line.partition(":")[0] for line in differ) or "no setting"
+    keys = ", ".join(dict.fromkeys(line.partition(":")[0] for line in differ)) or "no setting"
     last = f"They differ in {keys}. " * (len(runs) > 1) + f"One seed each: {output} says what that does not show."
     return "\n".join([*lines, *verdicts, texts, last])
 

@@ -9,7 +9,8 @@ from torchtitan.tools.logging import logger
 
 from pc.api import preserve
 from pc_recipe.config import Config, read_config
-from pc_recipe.config.run_key import all_values
+from pc_recipe.config.run_key import STARTS, all_values
+from pc_recipe.config.sections import RESULT, keys_of
 from pc_recipe.data.manifest import Manifest
 from pc_recipe.files.run_folder import require_no_other_run
 from pc_recipe.train import fingerprint, run_tokenizer
@@ -82,19 +83,22 @@ def _take_loaded(config: Config, optimizers: Optimizers, is_plain: bool) -> None
 
 
 def _say_what_changed(folder: Path, config: Config, optimizers: Optimizers) -> None:
-    """Name the keys in which this run's learning rates differ from those of its earlier part, and the way back."""
+    """Name the keys that decide the result and differ from those of the run's earlier part; of the rates, the way back."""
     earlier = read_config(folder) or config
     before, now = all_values(earlier), all_values(config)
-    keys = [key for key in now if key.startswith(("optimizer.", "lr_scheduler.")) or key == "training.steps"]
+    keys = [key for key, decides, *_ in keys_of(config) if decides == RESULT and key not in STARTS]
     changed = [f"{key} {before[key]} -> {now[key]}" for key in keys if before[key] != now[key]]
     rates = zip(optimizers.saved_rates, optimizers.rates(), strict=True)
     old, new = max(rates, key=lambda pair: abs(pair[1] - pair[0]))
-    if changed or not math.isclose(old, new, rel_tol=1e-6):
+    rate = ""
+    if not math.isclose(old, new, rel_tol=1e-6):
         total = earlier.lr_scheduler.total_steps or earlier.training.steps
-        logger.warning(
-            f"continues with {', '.join(changed) or 'another schedule'}: the rate goes from {old:.3g} to {new:.3g} "
-            f"(--lr_scheduler.total_steps {total} keeps a schedule of {total} steps)"
+        rate = (
+            f": the rate goes from {old:.3g} to {new:.3g} (--lr_scheduler.total_steps {total} keeps a schedule of "
+            f"{total} steps)"
         )
+    if changed or rate:
+        logger.warning(f"continues with {', '.join(changed) or 'another schedule'}{rate}")
 
 
 def _require_same_run(checkpoint: CheckpointFolder, config: Config, checkpointer: Checkpoints) -> None:

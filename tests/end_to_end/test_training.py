@@ -302,11 +302,20 @@ def test_a_longer_run_says_how_its_rate_goes_on(copied):
     kept = ["--training.steps", "7", "--lr_scheduler.total_steps", "6"]
     (said,) = run_ranks(1, _train_and_say, config, kept)
     assert tiny.metrics(folder, "lr") == pytest.approx([*before, before[-1]])  # the schedule is kept, and over
-    assert said.startswith(
-        "continues with lr_scheduler.total_steps None -> 6, training.steps 6 -> 7: the rate goes from "
-    )
-    (said,) = run_ranks(1, _train_and_say, config, ["--training.steps", "12", "--optimizer.lr", "2e-2"])
+    assert said == "continues with lr_scheduler.total_steps None -> 6, training.steps 6 -> 7"
+    changes = [
+        "--training.steps",
+        "12",
+        "--optimizer.lr",
+        "2e-2",
+        "--data.validation_sequences",
+        "1",
+        "--debug.seed",
+        "9",
+    ]
+    (said,) = run_ranks(1, _train_and_say, config, changes)
     assert "optimizer.lr 0.01 -> 0.02" in said and "training.steps 7 -> 12" in said
+    assert "data.validation_sequences" in said and "debug.seed" not in said  # which has no effect, as another line says
     rates = re.search(r"goes from (.*) to (.*) \(--lr_scheduler.total_steps 6 keeps", said)
     assert [float(rate) for rate in rates.groups()] == pytest.approx(
         [before[-1], tiny.metrics(folder, "lr")[7]], rel=1e-2

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from pc.errors import UserError
 from pc_recipe.config import Config
 from pc_recipe.config.inheritance import validated
-from pc_recipe.config.run_key import BATCH, code_version, differing_keys, result_key
+from pc_recipe.config.run_key import BATCH, START, code_version, differing_keys, result_key
 from pc_recipe.files import look, run_folder
 from pc_recipe.runs.run import Run
 from pc_recipe.runs.sweep.spec import Sweep
@@ -126,8 +126,9 @@ def _is_of_this_code(folder: Path) -> bool:
 
 
 def _are_equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two runs' results are; a batch that one of them does not know may be another."""
-    return not differing_keys(one, other) and BATCH in one and one[BATCH] == other.get(BATCH)
+    """Whether two runs' results are; a batch that one of them does not know may be another, and what they start from."""
+    known = [BATCH, f"content of {START}"] if START in one else [BATCH]
+    return not differing_keys(one, other) and all(key in one and key in other for key in known)
 
 
 def _read_started_runs(roots: Sequence[Path]) -> dict[Path, dict[str, Any]]:

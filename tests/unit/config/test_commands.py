@@ -90,6 +90,7 @@ def test_a_start_answers_layouts_that_do_not_fit(monkeypatch, processes, words, 
                 ("inspect_data.py data --documents", "0"),
             )
         ),
+        ("report.py tests --output page.png", "--output page.png: should end in .html"),
         *(
             (f"{command}", "outputs/nothing.*(does not exist|no such)")
             for command in (

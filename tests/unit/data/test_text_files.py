@@ -39,7 +39,7 @@ def lines(*texts: str | None) -> bytes:
 
 
 KINDS = {
-    "a.jsonl": (lines("one", None, "two\r\nlines") + b"\n", ["one", "", "two\r\nlines"]),
+    "a.jsonl": (lines("one", None, "two\r\nlines") + b"\n", ["one", "two\r\nlines"]),
     "b.jsonl.gz": (gzip.compress(lines("three")) + gzip.compress(lines("four")), ["three", "four"]),
     "c.jsonl.zst": (zst(lines("five", "\ud83d\ude00 \ud800")), ["five", "😀 \ufffd"]),
     "d.csv": (b'\xef\xbb\xbfid,text\r\n1,"a ""b"",\r\nc"\r\n2,plain\r\n', ['a "b",\r\nc', "plain"]),
@@ -58,7 +58,11 @@ KINDS = {
 
 def texts_of(*sources: Path | str, text_key: str = "text", replaced: Counter | None = None) -> list[str]:
     units = divide_into_units(measure_files(find_files([*map(str, sources)], Counter()), text_key), 10**9)
-    return [text for unit in units for text in read_texts(unit, text_key, Counter() if replaced is None else replaced)]
+    return [
+        text
+        for unit in units
+        for text in read_texts(unit, text_key, Counter() if replaced is None else replaced, Counter())
+    ]
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -77,7 +81,10 @@ def test_a_mixed_folder(tmp_path, write_parquet):
     (source / ".hidden.txt").write_text("never")
     (source / "picture.png").write_bytes(b"never")
     manifest = tokenize(str(source), source / "out")  # inside, and no input when the command is repeated
-    assert describe(manifest).splitlines()[-2] == "left out     1 hidden; 1 of the ending '.png'; 2 empty"
+    assert (
+        describe(manifest).splitlines()[-2]
+        == "left out     1 hidden; 1 of the ending '.png'; 2 empty; 1 documents without text"
+    )
     tokenizer = load_tokenizer("mistral-common")
     stored = [tokens.tolist()[1:-1] for split in SPLITS for tokens in read_documents(manifest, split)]
     wanted = [tokenizer.encode(text) for _, texts in KINDS.values() for text in texts]
@@ -119,7 +126,7 @@ def test_the_memory_is_that_of_some_documents(name, tmp_path):
     (unit,) = divide_into_units(measure_files([str(tmp_path / name)], "text"), 10**9)
     tracemalloc.start()
     try:
-        characters = sum(len(text) for text in read_texts(unit, "text", Counter()))
+        characters = sum(len(text) for text in read_texts(unit, "text", Counter(), Counter()))
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -235,12 +242,13 @@ def test_tables_of_other_programs_come_through(name, tmp_path):
     manifest = tokenize(str(file), tmp_path / "out", tokenizer=str(made), validation_fraction=0)
     expected = read(file)
     assert expected == TEXTS  # a control of the other reader
+    expected.remove("")  # counted
     own = Tokenizer.from_file(str(made / "tokenizer.json"))
     own.encode_special_tokens = True
     stored = [tokens.tolist() for tokens in read_documents(manifest, "train")]
     assert stored == [[256, *own.encode(text, add_special_tokens=False).ids, 257] for text in expected]
     assert [manifest.load_tokenizer().decode(ids[1:-1]) for ids in stored] == expected
-    assert not manifest.source["replaced"] and not manifest.source["left_out"]
+    assert not manifest.source["replaced"] and manifest.source["left_out"] == {"documents without text": 1}
 
 
 COLUMNS = {
@@ -262,7 +270,7 @@ def test_columns_of_every_type_of_text_are_read(name, tmp_path):
     column = pa.array(values, pa.string()).cast(kind) if values else pa.nulls(2, kind)
     pq.write_table(pa.table({"id": pa.array(range(len(column))), "text": column}), tmp_path / "a.parquet")
     if refusal is None:
-        assert texts_of(tmp_path / "a.parquet") == ["one", "", "naïve", "one"]
+        assert texts_of(tmp_path / "a.parquet") == ["one", "naïve", "one"]
         return
     with pytest.raises(UserError, match=f"a.parquet: {refusal}"):
         texts_of(tmp_path / "a.parquet")
@@ -298,6 +306,17 @@ def test_folders_behind_links_are_read_once(tmp_path):
     assert +left_out == {"links to nothing": 1, "named twice": 1}
 
 
+def test_documents_without_text_are_left_out_and_counted(tmp_path, write_parquet):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.jsonl").write_bytes(lines("one", None, "", "three"))
+    write_parquet(tmp_path / "in" / "b.parquet", [None, "two"])
+    manifest = tokenize(str(tmp_path / "in"), tmp_path / "out")
+    assert sum(map(manifest.documents, SPLITS)) == 3 and manifest.source["left_out"] == {"documents without text": 3}
+    (tmp_path / "none.jsonl").write_bytes(lines(None, ""))
+    with pytest.raises(UserError, match="there is no text in it"):
+        tokenize(str(tmp_path / "none.jsonl"), tmp_path / "other")
+
+
 def test_a_clone_of_a_data_set_gives_its_training_split(tmp_path, write_parquet):
     """As by its name on the Hub; the card is no text of it."""
     (tmp_path / "README.md").write_text("---\nlicense: mit\n---\nA card.")
@@ -310,6 +329,14 @@ def test_a_clone_of_a_data_set_gives_its_training_split(tmp_path, write_parquet)
         "notes.md", "train-00000-of-00002.parquet", "train-00001-of-00002.parquet"
     ]  # fmt: skip
     assert manifest.source["left_out"] == {"hidden": 1, "of another split than train": 2, "the card of a data set": 1}
+    # other names that `datasets` knows
+    for one, other in (("train-00000-of-00001-a09b74b3ef9c3b56", "test-00000-of-00001-a09b74b3ef9c3b56"),
+                       ("train/0", "test/0"), ("wiki.train", "wiki.test")):  # fmt: skip
+        named = tmp_path / one.partition("/")[0] / "named"
+        for name in (one, other):
+            (named / f"{name}.jsonl").parent.mkdir(parents=True, exist_ok=True)
+            (named / f"{name}.jsonl").write_bytes(lines(name))
+        assert texts_of(named) == [one]
     # alone, or without a training split, they are what is asked for
     for source in (tmp_path / "data" / "test-00000-of-00001.parquet", tmp_path / "README.md"):
         assert len(texts_of(source)) == 1
@@ -353,5 +380,5 @@ def test_a_local_name_is_that_of_a_file(name, tmp_path, monkeypatch):
     for source in (name, str(tmp_path / name)):
         files = measure_files(find_files([source], Counter()), "text")
         (unit,) = divide_into_units(files, 1e9)
-        assert [text.strip() for text in read_texts(unit, "text", Counter())] == [name]
+        assert [text.strip() for text in read_texts(unit, "text", Counter(), Counter())] == [name]
         assert files[0].size == Path(name).stat().st_size

@@ -4,6 +4,8 @@ import json
 import os
 import resource
 import signal
+import subprocess
+import sys
 import time
 import zipfile
 from collections import Counter
@@ -12,12 +14,14 @@ from types import SimpleNamespace
 from unittest.mock import patch
 
 import fsspec
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from helpers.tiny import ROOT
 from pc.errors import UserError
 from pc_recipe.data import demo, sources, tokenizing
 from pc_recipe.data.inspection import describe, read_documents
@@ -29,9 +33,7 @@ from pc_recipe.files import wheel
 
 any_text = st.text(st.characters(exclude_categories=["Cs"]), max_size=80)
 control_texts = st.lists(st.sampled_from(["<s>", "</s>", "<unk>", " ", "x", "<0x00>"]), max_size=8).map("".join)
-documents = st.lists(
-    st.one_of(st.just(""), st.none(), any_text, control_texts, st.binary(max_size=40)), min_size=1, max_size=30
-)
+documents = st.lists(st.one_of(st.just(""), st.none(), any_text, control_texts, st.binary(max_size=40)), max_size=30)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -51,10 +53,11 @@ def stored_documents(manifest: Manifest) -> dict[str, list[list[int]]]:
 def test_odd_documents_come_back(documents, tmp_path_factory, write_parquet):
     folder = tmp_path_factory.mktemp("round-trip")
     tokenizer = load_tokenizer("mistral-common")
+    documents = ["one with text", *documents]
     file = write_parquet(folder / "in.parquet", documents)
     with patch.object(tokenizing, "load_tokenizer", lambda reference: tokenizer):  # takes 0.3 s each time
         manifest = tokenize(str(file), folder / "out", validation_fraction=0.3)
-    texts = split_by_hash([decoded(d) if isinstance(d, bytes) else d or "" for d in documents], 0.3)
+    texts = split_by_hash([decoded(d) if isinstance(d, bytes) else d for d in documents if d], 0.3)
     assert stored_documents(manifest) == {
         split: [[tokenizer.bos_id, *tokenizer.encode(text), tokenizer.eos_id] for text in some]
         for split, some in texts.items()
@@ -83,8 +86,8 @@ def test_however_files_are_divided_each_text_is_read_once(monkeypatch, tmp_path,
     for unit_bytes in (1, 1500, 10**9):
         units = divide_into_units(measured, unit_bytes)
         assert (len(units) > 3) == (unit_bytes < 10**9)
-        read = [text for unit in units for text in read_texts(unit, "text", Counter())]
-        assert read == 2 * [t or "" for t in texts]
+        read = [text for unit in units for text in read_texts(unit, "text", Counter(), Counter())]
+        assert read == 2 * [t for t in texts if t]
 
 
 def test_the_first_documents_only(tmp_path, make_texts, write_parquet):
@@ -349,3 +352,22 @@ def test_the_job_of_someone_else_names_files_of_the_input_alone(tmp_path):
             tokenize(*arguments, **options)
     job.write_text(json.dumps(own))
     tokenize(*arguments, **options)  # control
+
+
+def test_a_job_that_is_ended_leaves_no_process(tmp_path, make_texts):
+    """By SIGTERM, which reaches the command alone."""
+    for i in range(40):
+        (tmp_path / f"{i}.txt").write_text(" ".join(make_texts(400, seed=i)))
+    words = "--processes 2 --shard-megabytes 1 --tokenizer mistral-common --input".split()
+    script = [sys.executable, ROOT / "scripts" / "tokenize_text.py", *words, tmp_path, "--output", tmp_path / "out"]
+    said = tmp_path / "said"
+    with said.open("w") as stderr, subprocess.Popen(script, cwd=ROOT, stderr=stderr) as process:
+        while not list((tmp_path / "out" / "train").glob("*")):
+            assert process.poll() is None
+            time.sleep(0.1)
+        workers = psutil.Process(process.pid).children(recursive=True)
+        process.terminate()
+    _, alive = psutil.wait_procs(workers, timeout=5)
+    for worker in alive:
+        worker.kill()
+    assert len(workers) > 2 and not alive and "The same command continues" in said.read_text()

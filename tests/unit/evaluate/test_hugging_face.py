@@ -269,6 +269,15 @@ def test_what_a_folder_says_of_sampling_is_not_followed(tmp_path, pc_export):
     assert model.config._attn_implementation in ("eager", "sdpa")
 
 
+def test_an_empty_prompt_begins_a_document(plain_run):
+    """Also where the tokenizer puts nothing before a text."""
+    model, tokenizer = hugging_face.load(plain_run.checkpoint)
+    ids = model.generate(torch.tensor([[tokenizer.eos_token_id]]), max_new_tokens=4, max_length=None, do_sample=False)
+    tokenizer.add_bos_token = False
+    assert tokenizer.encode("") == []
+    assert continue_text(model, tokenizer, "", 4, temperature=0) == tokenizer.decode(ids[0], skip_special_tokens=True)
+
+
 def test_text_is_drawn_from_all_tokens(plain_run):
     """transformers' own default is the 50 likeliest; here all 32,000 are nearly equally likely."""
     model, tokenizer = hugging_face.load(plain_run.checkpoint)

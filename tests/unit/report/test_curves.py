@@ -98,6 +98,11 @@ def test_runs_with_other_validation_data_or_tokenizers_are_not_compared(tmp_path
     ) as raised:
         page_of(runs)
     assert "\n" not in str(raised.value) and not (tmp_path / "page.html").exists()
+    environment = json.loads((runs[1] / "environment.json").read_text())
+    one = json.loads((runs[0] / "environment.json").read_text())
+    (runs[1] / "environment.json").write_text(json.dumps(one | {"earlier": [environment]}))
+    with pytest.raises(UserError, match="two was validated on other text"):  # in an earlier part
+        page_of(runs)
     (runs[1] / "environment.json").write_text("{")  # a run of an earlier version, or a damaged file: nothing is known
     page_of(runs)
 

@@ -142,6 +142,17 @@ def test_other_content_of_what_a_run_starts_from_is_another_run(folder):
     assert not differing_keys(before, sums[0])  # of an older version's run it is not known
 
 
+def test_a_start_of_unknown_content_is_not_equal(folder):
+    """As of a folder of weights from elsewhere, which has no checksums: it may have others now."""
+    (folder / "pc.toml").write_text(CONFIG + '[checkpoint]\nenable = true\ninitial_load_path = "given"\n')
+    finish("pc.toml", ["--pc.level=3"], folder / "outputs" / "by-hand")
+    assert equal_runs.group_runs([load("level.toml")])[0].state == "waiting"
+    (folder / "given").mkdir()
+    (folder / "given" / "XXH128SUMS").write_text("a")
+    finish("pc.toml", ["--pc.level=3"], folder / "outputs" / "again")
+    assert equal_runs.group_runs([load("level.toml")])[0].state == "finished"
+
+
 def test_batches_that_nobody_knows_are_not_equal(folder):
     (folder / "pc.toml").write_text(CONFIG.replace("global_batch_size = 4\n", ""))
     finish("pc.toml", ["--pc.level=3"], folder / "outputs" / "by-hand")
