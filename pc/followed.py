@@ -147,13 +147,15 @@ def find_groups(
             getattr(g["params"], "preconditioner", preconditioner) != preconditioner for g in optimizer.param_groups
         ):
             raise UserError(f"a {type(optimizer).__name__} has a preconditioner already; use that one")
-    groups = [{*map(id, group["params"][:])} for optimizer in optimizers for group in optimizer.param_groups]
+    # an optimizer may be given twice, or share its groups with a wrapper
+    by_id = {id(group): group for optimizer in optimizers for group in optimizer.param_groups}
+    groups = [{*map(id, group["params"][:])} for group in by_id.values()]
     joining = []
     for weight in weights:
         is_trained = weight.effective.requires_grad
-        holding = [id(weight.effective) in group or id(weight.orig) in group for group in groups]
+        holding = [{id(weight.effective), id(weight.orig)} & group for group in groups]
         is_held = any(holding)
-        if sum(holding) > 1:
+        if len(set().union(*holding)) == 2 and max(map(len, holding)) == 1:
             raise UserError(
                 f"{weight.name}: {weight.attribute} and {weight.attribute}_orig are in two groups of optimizers; W, which is "
                 f"{weight.attribute}_orig, takes the place of {weight.attribute}, so put both into the group that shall train W"

@@ -368,9 +368,9 @@ class Preconditioner:
         self._take_note_of_changes()  # by others, as by a load; after the step W has changed anyway
         _, *given = args  # the optimizer is the first
         closure = kwargs.get("closure", given[0] if given else None)
+        self._moves = self._may_move(optimizer)
         if closure is None:
             self.require_pulled_back()
-            self._moves = self._may_move(optimizer)
             return None
 
         def with_pc() -> Any:
@@ -382,7 +382,7 @@ class Preconditioner:
                 loss = closure()
             if self.has_gradients():
                 self.pull_back()
-            self._moves = self._may_move(optimizer)
+            self._moves |= self._may_move(optimizer)
             return loss
 
         if given:

@@ -197,7 +197,7 @@ def _unknown(name: str, schema: type[Section]) -> str:
         return f"{name} is not supported by this trainer; see {INSTEAD[name]}"
     known = [key for key, *_ in keys_of(schema())]
     if name in known:  # in quotes
-        return f"{name}: write it without quotes, or below [{name.partition('.')[0]}]"
+        return f"{name}: write it without quotes, or below [{name.rpartition('.')[0]}]"
     elsewhere = [key for key in known if key.rpartition(".")[2] == name.rpartition(".")[2]]
     names = [*known, *(key.rpartition(".")[0] for key in known)]
     section, _, key = name.rpartition(".")

@@ -1,5 +1,6 @@
 """Finds files with text, on this machine or on the Hub, divides them into units of work, and reads them."""
 
+import itertools
 import os
 import re
 from collections import Counter
@@ -28,7 +29,7 @@ HUB_DATASET = re.compile(r"[\w.-]+/[\w.-]+")
 BATCH = 8
 """documents read and encoded together: more are no faster, and a file of 0.2 MB may hold one text of 100 MB many times"""
 _SPLIT = re.compile(
-    r"(?:[\w-]+\.)?(train|validation|valid|val|dev|test)(?:-\d{5}-of-\d{5}(?:-[0-9a-f]{16})?)?(?:\.[a-z.]+)?"
+    r"([\w-]+\.)?(train|validation|valid|val|dev|test)(?:-\d{5}-of-\d{5}(?:-[0-9a-f]{16})?)?(?:\.[a-z.]+)?"
 )
 """a file of a split, or a folder of its files"""
 _NOT_UTF8 = re.compile("[\ud800-\udfff]")
@@ -137,13 +138,20 @@ def _walk(folder: Path, left_out: Counter[str]) -> Iterator[Path]:
 
 
 def _leave_out_other_splits(files: list[Path], folder: Path, left_out: Counter[str]) -> list[Path]:
-    """Of a clone of a data set: without its card, and without the files of splits other than train, as from the Hub."""
-    parts = ((file, part) for file in files for part in file.relative_to(folder).parts)
-    splits = {file: match[1] for file, part in parts if (match := _SPLIT.fullmatch(part))}
-    if "train" not in splits.values():
-        return files
-    reasons = {file: "of another split than train" for file, split in splits.items() if split != "train"}
-    reasons |= {file: "the card of a data set" for file in files if file == folder / "README.md"}
+    """Of a clone of a data set, as far as names show it: without its card, and without the files of splits other than train
+    that lie beside those of train."""
+    splits: dict[Path, tuple[tuple, str]] = {}
+    for file in files:
+        parts = file.relative_to(folder).parts
+        found = ((parts[:i], match) for i, part in enumerate(parts) if (match := _SPLIT.fullmatch(part)))
+        for place, match in itertools.islice(found, 1):
+            splits[file] = (*place, match[1]), match[2]
+    trained = {place for place, split in splits.values() if split == "train"}
+    others = [file for file, (place, split) in splits.items() if split != "train" and place in trained]
+    reasons = dict.fromkeys(others, "of another split than train")
+    card = folder / "README.md"
+    if trained and card in files and (look.read(card) or b"").startswith(b"---"):
+        reasons[card] = "the card of a data set"
     left_out.update(reasons.values())
     return [file for file in files if file not in reasons]
 

@@ -99,6 +99,10 @@ def _run_in_pool(job: TokenizingJob, unfinished: list[Unit], processes: int) -> 
             for future in as_completed(units):
                 future.result()
                 bar.update(units[future].text_bytes)
+        except KeyboardInterrupt:
+            for process in multiprocessing.active_children():
+                process.terminate()  # their units are not recorded
+            raise
         except BrokenProcessPool as error:
             raise UserError(
                 "a tokenising process was killed, probably because memory ran out: use fewer "

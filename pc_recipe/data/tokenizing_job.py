@@ -1,6 +1,6 @@
 """A tokenising job: its settings, its units, and which units are finished.
 
-The settings alone determine the units, their order and every byte of the result. Each finished unit
+The settings alone determine the units, their order and, in one version, every byte of the result. Each finished unit
 writes `units/NNNNN.json` after its shards. The process that finds all of them, and the shards of the sizes that they
 say, writes the manifest.
 """
@@ -192,7 +192,9 @@ def _require_same_files(sources: list[str], settings: dict, units: list[Unit], o
     of_hub = tuple(f"{HUB}datasets/{source}@" for source in sources)
     for file in {file for unit in units for file in unit.groups}.difference(paths):
         if not file.startswith(of_hub) and (file.startswith(HUB) or look.is_there(file)):
-            raise UserError(f"{output / 'tokenizing.json'} names {file!r}, which is not of {' '.join(sources)}")
+            raise UserError(
+                f"{output / 'tokenizing.json'} names {file!r}, which is not of {' '.join(sources)}, or is left out of it now"
+            )
     if None in found:
         return
     if settings["max_documents"]:

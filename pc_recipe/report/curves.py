@@ -106,9 +106,9 @@ def marked(runs: Sequence[RunLog]) -> list[RunLog]:
 
 
 def _differ(key: str, first: list[dict], other: list[dict]) -> bool:
-    """Whether parts of both runs know the checksum, and it is not the same in all."""
+    """Whether parts of both runs know the checksum, and one run has one that the other has not."""
     one, two = ({part[key] for part in parts if key in part} for parts in (first, other))
-    return bool(one and two) and len(one | two) > 1
+    return bool(one and two) and one != two
 
 
 def draw_validation(axes: Any, runs: Sequence[RunLog], rows: pd.DataFrame) -> None:

@@ -86,12 +86,14 @@ def _say_what_changed(folder: Path, config: Config, optimizers: Optimizers) -> N
     """Name the keys that decide the result and differ from those of the run's earlier part; of the rates, the way back."""
     earlier = read_config(folder) or config
     before, now = all_values(earlier), all_values(config)
-    keys = [key for key, decides, *_ in keys_of(config) if decides == RESULT and key not in STARTS]
-    changed = [f"{key} {before[key]} -> {now[key]}" for key in keys if before[key] != now[key]]
+    # other training data are refused, whatever their path
+    keys = [key for key, decides, *_ in keys_of(config) if decides == RESULT and key not in (*STARTS, "data.path")]
+    keys = [key for key in keys if before[key] != now[key]]
+    changed = [f"{key} {before[key]} -> {now[key]}" for key in keys]
     rates = zip(optimizers.saved_rates, optimizers.rates(), strict=True)
     old, new = max(rates, key=lambda pair: abs(pair[1] - pair[0]))
-    rate = ""
-    if not math.isclose(old, new, rel_tol=1e-6):
+    rate, is_scheduled = "", any(key.startswith("lr_scheduler.") or key == "training.steps" for key in keys)
+    if is_scheduled or not math.isclose(old, new, rel_tol=1e-6):
         total = earlier.lr_scheduler.total_steps or earlier.training.steps
         rate = (
             f": the rate goes from {old:.3g} to {new:.3g} (--lr_scheduler.total_steps {total} keeps a schedule of "

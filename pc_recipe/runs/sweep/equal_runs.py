@@ -107,7 +107,8 @@ def group_runs(sweeps: Sequence[Sweep], world_size: int | None = None) -> list[E
     groups = []
     for own_key, runs in groups_by_key:
         own = [run.folder for run in runs]
-        others = [folder for folder, key in trained.items() if folder not in own and _are_equal(own_key, key)]
+        equal_ones = [folder for folder, key in trained.items() if _are_equal(own_key, key) and _knows_start(key)]
+        others = [folder for folder in equal_ones if folder not in own]
         states = {folder: run_folder.read_state(folder).state for folder in [*own, *others]}
         usable = [
             folder
@@ -126,9 +127,13 @@ def _is_of_this_code(folder: Path) -> bool:
 
 
 def _are_equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two runs' results are; a batch that one of them does not know may be another, and what they start from."""
-    known = [BATCH, f"content of {START}"] if START in one else [BATCH]
-    return not differing_keys(one, other) and all(key in one and key in other for key in known)
+    """Whether two runs' results are; a batch that one of them does not know may be another."""
+    return not differing_keys(one, other) and BATCH in one and one[BATCH] == other.get(BATCH)
+
+
+def _knows_start(key: dict[str, Any]) -> bool:
+    """Whether it is known which weights a run starts from, if from some; their path may lead to others later."""
+    return START not in key or f"content of {START}" in key
 
 
 def _read_started_runs(roots: Sequence[Path]) -> dict[Path, dict[str, Any]]:

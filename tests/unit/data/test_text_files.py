@@ -337,6 +337,20 @@ def test_a_clone_of_a_data_set_gives_its_training_split(tmp_path, write_parquet)
             (named / f"{name}.jsonl").parent.mkdir(parents=True, exist_ok=True)
             (named / f"{name}.jsonl").write_bytes(lines(name))
         assert texts_of(named) == [one]
+    # not beside a training split of theirs
+    own = tmp_path / "own"
+    for name in (
+        "README.md",
+        "ml/train.md",
+        "docs/dev/a.md",
+        "journeys/train/a.md",
+        "v1.test.md",
+        "train.txt",
+        "train/dev.md",
+    ):
+        (own / name).parent.mkdir(parents=True, exist_ok=True)
+        (own / name).write_text(name)
+    assert len(texts_of(own)) == 7
     # alone, or without a training split, they are what is asked for
     for source in (tmp_path / "data" / "test-00000-of-00001.parquet", tmp_path / "README.md"):
         assert len(texts_of(source)) == 1

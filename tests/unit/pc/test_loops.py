@@ -208,6 +208,37 @@ def test_a_frozen_model_has_nothing_to_pull_back():
     assert same(loop.trained(), before)
 
 
+class Now_and_then(Clearing):
+    """Calls its closure in every second step."""
+
+    def step(self, closure=None):
+        self.steps = getattr(self, "steps", 0) + 1
+        return super().step(closure if self.steps % 2 == 0 else None)
+
+
+def test_a_step_that_does_not_call_its_closure():
+    loop = Loop(lambda p: Now_and_then(p, lr=0.1))
+    for step in range(3):
+        loop.backward(step)
+        loop.pull_back()
+        loop.optimizer.step(lambda step=step: loop.backward(step))
+        require_pc(loop.preconditioner)
+    assert loop.preconditioner.weights["0.attention.wo"].gamma != 1
+
+
+def test_optimizers_that_share_weights():
+    """One given twice, and two that hold all parameters and step in turn."""
+    loop = Loop(lambda p: [torch.optim.SGD(parameters, lr=0.1) for parameters in [[*p]] * 2])
+    loop.preconditioner.follow(*loop.optimizers, loop.optimizers[0])
+    for step in range(4):
+        loop.backward(step)
+        loop.pull_back()
+        loop.optimizers[step % 2].step()
+        loop.zero_grad()
+        loop.model(toy_batch(0))
+        require_pc(loop.preconditioner)
+
+
 def test_two_models_that_train_in_turn():
     """The critic's step lies between the generator's forward and backward passes, as in a GAN."""
     found = []
