@@ -153,9 +153,10 @@ def find_groups(
     joining = []
     for weight in weights:
         is_trained = weight.effective.requires_grad
-        holding = [{id(weight.effective), id(weight.orig)} & group for group in groups]
-        is_held = any(holding)
-        if len(set().union(*holding)) == 2 and max(map(len, holding)) == 1:
+        # whether a group has PC(W), and whether it has W
+        holding = {(id(weight.effective) in group, id(weight.orig) in group) for group in groups}
+        is_held = any(map(any, holding))
+        if {(True, False), (False, True)} <= holding and (True, True) not in holding:
             raise UserError(
                 f"{weight.name}: {weight.attribute} and {weight.attribute}_orig are in two groups of optimizers; W, which is "
                 f"{weight.attribute}_orig, takes the place of {weight.attribute}, so put both into the group that shall train W"

@@ -1,6 +1,5 @@
 """Finds files with text, on this machine or on the Hub, divides them into units of work, and reads them."""
 
-import itertools
 import os
 import re
 from collections import Counter
@@ -143,9 +142,10 @@ def _leave_out_other_splits(files: list[Path], folder: Path, left_out: Counter[s
     splits: dict[Path, tuple[tuple, str]] = {}
     for file in files:
         parts = file.relative_to(folder).parts
-        found = ((parts[:i], match) for i, part in enumerate(parts) if (match := _SPLIT.fullmatch(part)))
-        for place, match in itertools.islice(found, 1):
-            splits[file] = (*place, match[1]), match[2]
+        for i, part in enumerate(parts):
+            if match := _SPLIT.fullmatch(part):
+                splits[file] = (*parts[:i], match[1]), match[2]
+                break
     trained = {place for place, split in splits.values() if split == "train"}
     others = [file for file, (place, split) in splits.items() if split != "train" and place in trained]
     reasons = dict.fromkeys(others, "of another split than train")

@@ -208,7 +208,7 @@ def test_a_frozen_model_has_nothing_to_pull_back():
     assert same(loop.trained(), before)
 
 
-class Now_and_then(Clearing):
+class NowAndThen(Clearing):
     """Calls its closure in every second step."""
 
     def step(self, closure=None):
@@ -217,7 +217,7 @@ class Now_and_then(Clearing):
 
 
 def test_a_step_that_does_not_call_its_closure():
-    loop = Loop(lambda p: Now_and_then(p, lr=0.1))
+    loop = Loop(lambda p: NowAndThen(p, lr=0.1))
     for step in range(3):
         loop.backward(step)
         loop.pull_back()
@@ -256,25 +256,6 @@ def test_two_models_that_train_in_turn():
         found.append({which: one.trained() for which, one in (("generator", generator), ("critic", critic))})
     for which in found[0]:
         require_near(found[0][which], found[1][which], tolerance=1e-10)
-
-
-class PassingOn(nn.Module):
-    """Shows the attributes of the module inside, as wrappers of peft and of Lightning's Fabric do."""
-
-    def __init__(self, module):
-        super().__init__()
-        self.module = module
-
-    def __getattr__(self, name):
-        return super().__getattr__(name) if name == "module" else getattr(self.module, name)
-
-
-def test_a_model_that_is_wrapped_later_is_merged():
-    loop = Loop(sgd)
-    loop.step()
-    expected = pc.plain_state_dict(loop.model)
-    merged = pc.merge(PassingOn(loop.model))
-    assert same(merged.state_dict(), {f"module.{name}": value for name, value in expected.items()})
 
 
 def test_gammas_alone():

@@ -270,3 +270,22 @@ def test_merge_and_detach_leave_a_plain_loop(leave):
     assert not hasattr(loop.model, "_ddp_params_and_buffers_to_ignore")
     pc.precondition(pc.attach(loop.model, PCConfig()), adamw(loop.model.parameters()))
     loop.model(toy_batch(0))
+
+
+class PassingOn(nn.Module):
+    """Shows the attributes of the module inside, as wrappers of peft and of Lightning's Fabric do."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def __getattr__(self, name):
+        return super().__getattr__(name) if name == "module" else getattr(self.module, name)
+
+
+def test_a_model_that_is_wrapped_later_is_merged():
+    loop = Loop(sgd)
+    loop.step()
+    expected = pc.plain_state_dict(loop.model)
+    merged = pc.merge(PassingOn(loop.model))
+    assert same(merged.state_dict(), {f"module.{name}": value for name, value in expected.items()})

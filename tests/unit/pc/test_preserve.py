@@ -41,14 +41,15 @@ def test_the_weight_comes_back_in_float32_at_the_60m_shapes(level, shape):
 
 
 @pytest.mark.parametrize("level", [1, {"o": OWN, "ffn": 4}], ids=["1", "own and 4"])
-@pytest.mark.parametrize("when", ["before", "after", "twice"])
+@pytest.mark.parametrize("when", ["before", "in inference mode", "after", "twice"])
 def test_an_attached_model_computes_what_it_did(level, when):
     x, model = toy_batch(0), toy_model()
     expected = model(x)
     pc.attach(model, PCConfig(level=level))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if when != "after":
-        pc.preserve(model)
+        with torch.inference_mode(when == "in inference mode"):
+            pc.preserve(model)
     made = pc.precondition(model, optimizer)
     if when == "twice":
         pc.preserve(model)

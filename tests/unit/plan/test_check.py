@@ -222,6 +222,11 @@ def test_fewer_validation_sequences_than_asked_for_are_said(tiny_config, tiny_sh
     assert (said in warnings) == bool(more)
 
 
+def test_validation_data_that_cannot_be_read_have_no_number(tiny_config):
+    result = check(load_config(tiny_config[0], ["--model.vocab_size=100"]), 1)
+    assert result.errors and not [line for line in result.warnings if "validation sequences" in line]
+
+
 @pytest.mark.parametrize("node, lines", [("0", 1), ("1", 0)])
 def test_the_first_node_alone_says_what_a_stopped_run_came_to(command, tiny_config, monkeypatch, node, lines):
     """It writes the state, perhaps after the others have ended."""
