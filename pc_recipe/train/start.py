@@ -1,5 +1,6 @@
 """What a run continues or starts from: its newest checkpoint, another run's, weights alone, or a Hugging Face folder."""
 
+import contextlib
 import math
 from pathlib import Path
 from typing import Any
@@ -8,11 +9,13 @@ import torch.distributed as dist
 from torchtitan.tools.logging import logger
 
 from pc.api import preserve
+from pc.errors import UserError
 from pc_recipe.config import Config, read_config
-from pc_recipe.config.run_key import STARTS, all_values
+from pc_recipe.config.rank_batches import RankBatches
+from pc_recipe.config.run_key import BATCH, STARTS, all_values
 from pc_recipe.config.sections import RESULT, keys_of
 from pc_recipe.data.manifest import Manifest
-from pc_recipe.files.run_folder import require_no_other_run
+from pc_recipe.files.run_folder import read_environment, require_no_other_run
 from pc_recipe.train import fingerprint, run_tokenizer
 from pc_recipe.train.checkpoint import Checkpoints, plain_keys
 from pc_recipe.train.checkpoint_folder import CheckpointFolder
@@ -86,6 +89,9 @@ def _say_what_changed(folder: Path, config: Config, optimizers: Optimizers) -> N
     """Name the keys that decide the result and differ from those of the run's earlier part; of the rates, the way back."""
     earlier = read_config(folder) or config
     before, now = all_values(earlier), all_values(config)
+    ranks = read_environment(folder).get("world_size", 0)
+    with contextlib.suppress(UserError):  # it is not known
+        before[BATCH], now[BATCH] = _sequences(earlier, ranks), _sequences(config, dist.get_world_size())
     # other training data are refused, whatever their path
     keys = [key for key, decides, *_ in keys_of(config) if decides == RESULT and key not in (*STARTS, "data.path")]
     keys = [key for key in keys if before[key] != now[key]]
@@ -101,6 +107,10 @@ def _say_what_changed(folder: Path, config: Config, optimizers: Optimizers) -> N
         )
     if changed or rate:
         logger.warning(f"continues with {', '.join(changed) or 'another schedule'}{rate}")
+
+
+def _sequences(config: Config, ranks: int) -> int:
+    return RankBatches.of(config, ranks).sequences
 
 
 def _require_same_run(checkpoint: CheckpointFolder, config: Config, checkpointer: Checkpoints) -> None:

@@ -324,6 +324,16 @@ def test_a_longer_run_says_how_its_rate_goes_on(copied):
     )
 
 
+def test_another_batch_for_another_number_of_ranks_is_said(copied):
+    """With training.global_batch_size = -1 it is a micro-batch of 2 sequences per rank."""
+    config, folder = copied
+    earlier = (folder / "config.toml").read_text()
+    (folder / "config.toml").write_text(earlier.replace("global_batch_size = 12", "global_batch_size = -1"))
+    (folder / "environment.json").write_text(json.dumps({"world_size": 3}))
+    (said,) = run_ranks(1, _train_and_say, config, ["--training.global_batch_size", "-1", "--training.steps", "7"])
+    assert "training.global_batch_size 6 -> 2" in said
+
+
 def test_no_second_run_in_a_folder(copied, tiny_config):
     """One without checkpoints begins at step 1. It may be repeated as it was."""
     config, folder = copied
