@@ -71,6 +71,11 @@ class Tokenizer:
         except UserError as error:
             raise UserError(f"tokenizer {self.name!r}: {error}") from None
 
+    def count_changed(self, texts: Sequence[str]) -> int:
+        """How many do not come back from their ids; a space in front may be one that the tokenizer adds."""
+        back = map(self.decode, self.encode_batch(texts))
+        return sum(text.lstrip(" ") != other.lstrip(" ") for text, other in zip(texts, back, strict=True))
+
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of each text, without BOS and EOS."""
         os.environ["TOKENIZERS_PARALLELISM"] = "false"

@@ -138,8 +138,11 @@ def open_job(output: Path, sources: list[str], tokenizer: Tokenizer, requested: 
     else:
         settings, units = _divide_source(sources, output, requested)
         for unit in units[:1]:
-            texts = islice(read_texts(unit, requested["text_key"], Counter(), Counter()), COMPARED)
-            tokenizer.require_equal([text[:LONGEST] for text in texts])
+            first = islice(read_texts(unit, requested["text_key"], Counter(), Counter()), COMPARED)
+            texts = [text[:LONGEST] for text in first]
+            tokenizer.require_equal(texts)
+            if changed := tokenizer.count_changed(texts):
+                settings["left_out"][f"documents in part, by the tokenizer (of the first {COMPARED})"] = changed
         tokenizer.save(output / TOKENIZER_FOLDER)
         modified = {file: now for unit in units for file in unit.groups if (now := _last_change(file))}
         content = {"settings": settings, "units": [asdict(unit) for unit in units], "modified": modified}

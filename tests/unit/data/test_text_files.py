@@ -317,6 +317,25 @@ def test_documents_without_text_are_left_out_and_counted(tmp_path, write_parquet
         tokenize(str(tmp_path / "none.jsonl"), tmp_path / "other")
 
 
+@pytest.mark.parametrize(
+    ("changes", "changed"),
+    [
+        ({}, 0),
+        ({"normalizer": {"type": "Lowercase"}}, 1),
+        ({"normalizer": {"type": "Replace", "pattern": {"String": "\n"}, "content": " "}}, 2),
+        ({"normalizer": {"type": "Strip", "strip_left": True, "strip_right": False}}, 0),
+    ],
+    ids=["bytes", "small letters", "no line ends, as T5's", "no leading space"],
+)
+def test_texts_that_a_tokenizer_changes_are_counted(tmp_path, changes, changed):
+    tokenizer = make_tokenizer(tmp_path / "tokenizer") / "tokenizer.json"
+    tokenizer.write_text(json.dumps(json.loads(tokenizer.read_text()) | changes))
+    (tmp_path / "a.jsonl").write_bytes(lines("one", "Two\nlines", "three\nlines", " four"))
+    manifest = tokenize(str(tmp_path / "a.jsonl"), tmp_path / "out", tokenizer=str(tokenizer.parent))
+    reason = "documents in part, by the tokenizer (of the first 200)"
+    assert manifest.source["left_out"] == ({reason: changed} if changed else {})
+
+
 def test_a_clone_of_a_data_set_gives_its_training_split(tmp_path, write_parquet):
     """As by its name on the Hub; the card is no text of it."""
     (tmp_path / "README.md").write_text("---\nlicense: mit\n---\nA card.")
