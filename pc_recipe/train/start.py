@@ -89,9 +89,9 @@ def _say_what_changed(folder: Path, config: Config, optimizers: Optimizers) -> N
     """Name the keys that decide the result and differ from those of the run's earlier part; of the rates, the way back."""
     earlier = read_config(folder) or config
     before, now = all_values(earlier), all_values(config)
-    ranks = read_environment(folder).get("world_size", 0)
-    with contextlib.suppress(UserError):  # it is not known
-        before[BATCH], now[BATCH] = _sequences(earlier, ranks), _sequences(config, dist.get_world_size())
+    with contextlib.suppress(UserError):  # the earlier number of ranks is not known
+        before[BATCH] = RankBatches.of(earlier, read_environment(folder).get("world_size", 0)).sequences
+        now[BATCH] = RankBatches.of(config, dist.get_world_size()).sequences  # which does not raise: it was checked
     # other training data are refused, whatever their path
     keys = [key for key, decides, *_ in keys_of(config) if decides == RESULT and key not in (*STARTS, "data.path")]
     keys = [key for key in keys if before[key] != now[key]]
@@ -107,10 +107,6 @@ def _say_what_changed(folder: Path, config: Config, optimizers: Optimizers) -> N
         )
     if changed or rate:
         logger.warning(f"continues with {', '.join(changed) or 'another schedule'}{rate}")
-
-
-def _sequences(config: Config, ranks: int) -> int:
-    return RankBatches.of(config, ranks).sequences
 
 
 def _require_same_run(checkpoint: CheckpointFolder, config: Config, checkpointer: Checkpoints) -> None:

@@ -325,7 +325,7 @@ def test_documents_without_text_are_left_out_and_counted(tmp_path, write_parquet
         ({"normalizer": {"type": "Replace", "pattern": {"String": "\n"}, "content": " "}}, 2),
         ({"normalizer": {"type": "Strip", "strip_left": True, "strip_right": False}}, 0),
     ],
-    ids=["bytes", "small letters", "no line ends, as T5's", "no leading space"],
+    ids=["bytes", "small letters", "no line ends", "no leading space"],
 )
 def test_texts_that_a_tokenizer_changes_are_counted(tmp_path, changes, changed):
     tokenizer = make_tokenizer(tmp_path / "tokenizer") / "tokenizer.json"
