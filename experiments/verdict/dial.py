@@ -54,7 +54,7 @@ def main() -> None:
     for arm, name in DIAL.items():
         print(f"{name}: {share(study, arm)}")
     for name, arm in CELLS.items():
-        print(f"{name}, seeds {cells[arm].n} of 12: {share(cells, arm, BASE)}")
+        print(f"{name}: {share(cells, arm, BASE)}")
     print(save(figure, VERDICT / "dial", metadata={"Rows": digest(VERDICT)}))
 
 

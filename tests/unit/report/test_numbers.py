@@ -10,7 +10,7 @@ from experiments import numbers
 from experiments.contrasts import contrast_table, read_preregistration
 from experiments.evidence import digest
 from experiments.power import powers
-from experiments.verdict.dial import share
+from experiments.verdict.dial import BASE, CELLS, share
 from helpers.tiny import ROOT
 
 PAGES = ("README.md", "docs/conditioning.md", "docs/evidence.md", "docs/should-i.md")
@@ -44,6 +44,7 @@ def test_no_other_number_stands_there(page):
         ("rivals-again", "rivals/again", 8),
         ("verdict-20", "verdict", 10),
         ("verdict-5", "verdict", 9),
+        ("verdict-cells", "verdict", 10),
     ],
 )
 def test_the_tables_of_a_page_come_out_again(study, folder, lines):
@@ -58,6 +59,14 @@ def test_the_dials_shares_stand_in_its_page():
     page = words("experiments/verdict/README.md")
     shares = [share(numbers.studies()["verdict-5"], arm) for arm in ("dial-0.33", "dial-0.54", "dial-0")]
     assert not [text for text in shares if text not in page]
+
+
+@pytest.mark.parametrize(
+    "page, cells", [("experiments/verdict/README.md", "xyz"), ("docs/should-i.md", "xyz"), ("README.md", "xy")]
+)
+def test_the_shares_of_the_two_by_two_stand_in_a_page(page, cells):
+    shares = [share(numbers.studies()["verdict-cells"], CELLS[cell], BASE) for cell in cells]
+    assert not [text for text in shares if text not in words(page)]
 
 
 @pytest.mark.parametrize("figure", sorted(ROOT.glob("experiments/**/*.png")), ids=lambda file: file.stem)
