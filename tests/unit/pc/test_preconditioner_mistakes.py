@@ -185,6 +185,20 @@ def parameter_assigned():
     loop.step()
 
 
+def replaced_layer(keeps_its_parameter):
+    """As conversions to float8 do, which keep the parameter."""
+
+    def mistake():
+        loop = Loop()
+        old = loop.model[0].attention.wo
+        loop.model[0].attention.wo = nn.Linear(old.in_features, old.out_features, bias=False).to(old.weight.dtype)
+        if keeps_its_parameter:
+            loop.model[0].attention.wo.weight = old.weight
+        loop.step()
+
+    return mistake
+
+
 def unfrozen_by_an_earlier_list():
     model = attached()
     parameters = [p.requires_grad_(False) for p in model[0].parameters()]
@@ -236,6 +250,11 @@ MISTAKES = {
     "weights tied after attach": (weights_tied_after_attach, "shares its weight: 0.attention.wo, 1.attention.wo"),
     "weights tied after precondition": (weights_tied_after_precondition, "1.attention.wo has another weight than"),
     "weights assigned": (parameter_assigned, "0.attention.wo has another weight than pc.precondition found"),
+    "a layer replaced": (replaced_layer(keeps_its_parameter=False), "0.attention.wo is not in the model any more"),
+    "a layer replaced by one with its parameter": (
+        replaced_layer(keeps_its_parameter=True),
+        "0.attention.wo is not in the model any more",
+    ),
     "weights of two dtypes": (
         two_dtypes,
         "0.attention.wo is torch.float64, 1.attention.wo torch.float32; give weights",
