@@ -296,13 +296,14 @@ class Preconditioner:
             )
 
     def _require_in_place(self) -> None:
-        """Raise a `UserError` if a weight is not what its module multiplies by, or not precise any more."""
-        reshard(self._models)
+        """Raise a `UserError` if a weight is not what a module of the model multiplies by, or not precise any more."""
+        for unit in self._fsdp_modules:
+            unit.reshard()
         modules = {module for model in self._models for module in model.modules()}
         for weight in self.weights.values():
             if weight.module not in modules:
                 raise UserError(
-                    f"{weight.name} is not in the model any more: another layer took its place; replace layers before pc.attach"
+                    f"{weight.name} is not in the model any more: replace or remove layers before pc.attach"
                 )
             if weight.module._parameters.get(weight.attribute) is not weight.effective:
                 raise UserError(

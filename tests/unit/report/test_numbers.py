@@ -55,17 +55,17 @@ def test_the_tables_of_a_page_come_out_again(study, folder, lines):
     assert len(table.splitlines()) == lines and table.strip() in page.read_text()
 
 
-def test_the_dials_shares_stand_in_its_page():
-    page = words("experiments/verdict/README.md")
-    shares = [share(numbers.studies()["verdict-5"], arm) for arm in ("dial-0.33", "dial-0.54", "dial-0")]
-    assert not [text for text in shares if text not in page]
-
-
 @pytest.mark.parametrize(
-    "page, cells", [("experiments/verdict/README.md", "xyz"), ("docs/should-i.md", "xyz"), ("README.md", "xy")]
+    "page, study, arms, control",
+    [
+        ("experiments/verdict/README.md", "5", ("dial-0.33", "dial-0.54", "dial-0"), "dial-1"),
+        ("experiments/verdict/README.md", "cells", CELLS.values(), BASE),
+        ("docs/should-i.md", "cells", CELLS.values(), BASE),
+        ("README.md", "cells", (CELLS["x"], CELLS["y"]), BASE),
+    ],
 )
-def test_the_shares_of_the_two_by_two_stand_in_a_page(page, cells):
-    shares = [share(numbers.studies()["verdict-cells"], CELLS[cell], BASE) for cell in cells]
+def test_shares_of_pcs_gain_stand_in_a_page(page, study, arms, control):
+    shares = [share(numbers.studies()[f"verdict-{study}"], arm, control) for arm in arms]
     assert not [text for text in shares if text not in words(page)]
 
 
