@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from pc import followed
 from pc.config import PCConfig
 from pc.errors import UserError
-from pc.guard import NO_PRECONDITIONER, Guard, remove_guards
+from pc.guard import NO_PRECONDITIONER, Guard, remove_guards, run_guards
 from pc.owner import Plan
 from pc.preconditioner import NotForDDP, Preconditioner, preconditioners_of, reshard
 from pc.shards import local
@@ -73,11 +73,12 @@ def precondition(
     """
     models = _listed(models)
     weights = _require_usable(models)
-    if optimizers:
-        followed.find_groups(weights, optimizers)  # raises before anything is changed
+    given = followed.unwrapped(optimizers)
+    if given:
+        followed.find_groups(weights, given)  # raises before anything is changed
     made = Preconditioner(models, process_group)
-    if optimizers:
-        made.follow(*optimizers)
+    if given:
+        made.follow(*given)
     return made
 
 
@@ -196,9 +197,7 @@ def _ensure_pc(model: nn.Module) -> None:
     """Write PC(W) if it is not there yet. One rank may save alone, so ranks do not share this work."""
     for preconditioner in preconditioners_of(model):
         preconditioner.write_if_stale()
-    for weight in _weights(model):
-        if weight.orig is None:
-            raise UserError(f"there is no PC(W) of {weight.name}: {NO_PRECONDITIONER}")
+    run_guards(model)
 
 
 def _remove(model: nn.Module) -> nn.Module:

@@ -191,10 +191,9 @@ def _group_for_gamma(weight: Weight, optimizers: list[Optimizer]) -> Any:
     vectors, or one with vectors and the same learning rate, or else the weight's own. The vectors are sharded as the weight
     is, as one group may not mix them.
 
-    Muon, AdamH and MuonH train matrices alone: of their weights the gammas join the first group with vectors of another
-    optimizer; None if there is none.
+    If that optimizer has no vectors, it may be for matrices alone: the first group with vectors of another one is taken. If
+    there is none either, the weight's own; None if it is of Muon, AdamH or MuonH.
     """
-    of_matrices = (torch.optim.Muon, Hyperball)
     mesh = getattr(weight.effective, "device_mesh", None)
 
     def has_vectors(group: dict) -> bool:
@@ -204,10 +203,10 @@ def _group_for_gamma(weight: Weight, optimizers: list[Optimizer]) -> Any:
         return any(p is weight.effective or p is weight.orig for p in group["params"][:])
 
     holder, own_group = next((one, group) for one in optimizers for group in one.param_groups if has_weight(group))
-    if isinstance(holder, of_matrices):
-        others = [optimizer for optimizer in optimizers if not isinstance(optimizer, of_matrices)]
-        return next((group for other in others for group in other.param_groups if has_vectors(group)), None)
     groups = [group for group in holder.param_groups if has_vectors(group)]
+    if not groups:
+        of_others = (group for other in optimizers for group in other.param_groups if has_vectors(group))
+        return next(of_others, None if isinstance(holder, (torch.optim.Muon, Hyperball)) else own_group)
     if not own_group.get("use_muon"):  # some optimizers have Muon for such groups, and AdamW for the others
         groups = [group for group in groups if _rate(group) == _rate(own_group)]
     return own_group if has_vectors(own_group) or not groups else groups[0]

@@ -42,6 +42,14 @@ class Guard:
             module.register_forward_pre_hook(self, prepend=True)
 
 
+def run_guards(model: nn.Module) -> None:
+    """Raise a `UserError` if a module's `weight` is not PC(W), and cannot be written."""
+    for module in model.modules():
+        for hook in [*module._forward_pre_hooks.values()]:
+            if isinstance(hook, Guard):
+                hook(module, None)
+
+
 def remove_guards(modules: Iterable[nn.Module]) -> bool:
     """Whether there were some."""
     guards = [(m, key) for m in modules for key, hook in m._forward_pre_hooks.items() if isinstance(hook, Guard)]

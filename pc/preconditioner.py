@@ -160,6 +160,7 @@ class Preconditioner:
                 raise UserError("pull_back() found no gradient of a weight with PC; call it after backward()")
             held = followed.ids_of_parameters(*self._hooks) if self._hooks else {id(w.orig) for w in used}
             for weight in used:
+                require_precision(weight)
                 if not any(parameter.requires_grad for parameter in weight.trained):
                     raise UserError(
                         f"{weight.name} has gradients, but its W and gamma are frozen: unfreeze the module, which has all three, "
@@ -197,6 +198,13 @@ class Preconditioner:
             self._take_note_of_changes()
             if self._is_stale:
                 self._write(advance=True, share=False)
+
+    def require_loaded(self) -> None:
+        """After a load that leaves out what it does not find: raise a `UserError` if tensors of a weight were not loaded."""
+        now = [_versions(weight) for weight in self.weights.values()]
+        for name, *both in zip(self.weights, now, self._versions, strict=True):
+            if any(new == old for new, old in zip(*both, strict=True)):
+                raise UserError(f"{name} was not loaded with its W, gamma, u and v")
 
     def note_loaded(self) -> None:
         """Call it when all tensors of all weights were loaded: `weight` is then taken for PC(W) of W."""
@@ -239,6 +247,8 @@ class Preconditioner:
         """`share`: all ranks call this now, so that those with equal whole weights may divide the matrices among them."""
         self._require_in_place()
         weights = list(self.weights.values())
+        for weight in weights:
+            require_precision(weight)
         inputs = [(w.orig, w.gamma_values, w.u, w.v) for w in weights]
         outputs: list[Item] = [(w.effective, w.u, w.v) for w in weights]
         self._kept.clear()
@@ -296,7 +306,7 @@ class Preconditioner:
             )
 
     def _require_in_place(self) -> None:
-        """Raise a `UserError` if a weight is not what a module of the model multiplies by, or not precise any more."""
+        """Raise a `UserError` if a weight is not what a module of the model multiplies by."""
         for unit in self._fsdp_modules:
             unit.reshard()
         modules = {module for model in self._models for module in model.modules()}
@@ -310,7 +320,6 @@ class Preconditioner:
                     f"{weight.name} has another {weight.attribute} than pc.precondition found: call it after DDP and "
                     "fully_shard, and not with torch's parametrize, prune, spectral_norm or weight_norm on the same weight"
                 )
-            require_precision(weight)
 
     # --- what changes W
 
@@ -327,18 +336,16 @@ class Preconditioner:
         self._require_pc()
         given = followed.join(self.weights.values(), optimizers, self)
         trained = followed.ids_of_parameters(*given)
-        ours = {id(p) for weight in self.weights.values() for p in weight.trained}
         for earlier in [*self._hooks]:
-            if (ours & followed.ids_of_parameters(earlier)) <= trained:  # the new ones train all of ours that it does
+            if self._trained_by(earlier) <= trained:  # the new ones train all of ours that it does
                 self._leave(earlier, restore=earlier not in given)
         for optimizer in given:
-            if ours & followed.ids_of_parameters(optimizer):
-                self._hooks[optimizer] = [
-                    optimizer.register_step_pre_hook(self._before_step),
-                    optimizer.register_step_post_hook(self._after_step),
-                    optimizer.register_state_dict_pre_hook(lambda _: setattr(self, "_is_saving", True)),
-                    optimizer.register_state_dict_post_hook(lambda *_: setattr(self, "_is_saving", False)),
-                ]
+            self._hooks[optimizer] = [
+                optimizer.register_step_pre_hook(self._before_step),
+                optimizer.register_step_post_hook(self._after_step),
+                optimizer.register_state_dict_pre_hook(lambda _: setattr(self, "_is_saving", True)),
+                optimizer.register_state_dict_post_hook(lambda *_: setattr(self, "_is_saving", False)),
+            ]
 
     def leave(self) -> None:
         """Give the optimizers their parameters back, and take all hooks away; `pc.merge` and `pc.detach` call it."""
@@ -353,6 +360,11 @@ class Preconditioner:
             hook.remove()
         if restore:
             followed.leave(self.weights.values(), optimizer)
+
+    def _trained_by(self, optimizer: Optimizer) -> set[int]:
+        """The ids of each W and gamma that it holds now: it may get others later."""
+        ours = {id(p) for weight in self.weights.values() for p in weight.trained}
+        return ours & followed.ids_of_parameters(optimizer)
 
     def has_gradients(self) -> bool:
         """Whether there are gradients of PC(W)."""
@@ -401,7 +413,7 @@ class Preconditioner:
             self._note_versions()
             return
         self._stepped.add(optimizer)
-        if self._stepped.issuperset(self._hooks):
+        if self._stepped.issuperset(one for one in self._hooks if self._trained_by(one)):
             self._write(advance=True, share=True)
         else:
             self._note_versions()
@@ -410,8 +422,9 @@ class Preconditioner:
     def _may_move(self, optimizer: Optimizer) -> bool:
         """Whether a step may move W or gamma: without a rate only if something was pulled back before it. Asked before the step,
         which may clear the gradients."""
-        is_real = self._is_pulled_back or _is_real(optimizer)
-        return is_real and any(p.grad is not None for weight in self.weights.values() for p in weight.trained)
+        if not (self._is_pulled_back or _is_real(optimizer)) or not self._trained_by(optimizer):
+            return False
+        return any(p.grad is not None for weight in self.weights.values() for p in weight.trained)
 
     def _wait_for_write(self) -> None:
         """W is newer than PC(W): write it before the next forward pass."""

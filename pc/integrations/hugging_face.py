@@ -58,14 +58,13 @@ class PCTrainerMixin(Trainer):
         """Called before the model is wrapped. It is not strict, so a checkpoint without W would pass.
 
         Raises:
-            UserError: the checkpoint has no W.
+            UserError: the checkpoint lacks a weight or its W.
         """
         preconditioner = self.preconditioner
         super()._load_from_checkpoint(resume_from_checkpoint, model)
         try:
-            preconditioner.write_if_stale()
-        except UserError:
+            preconditioner.require_loaded()
+        except UserError as error:
             raise UserError(
-                f"{resume_from_checkpoint} has weights, but not their W (weight_orig): it is of a plain model, or of an earlier "
-                "version of this library"
+                f"{resume_from_checkpoint}: {error}; it is of a plain model, or of one that transformers saves under other names"
             ) from None

@@ -10,11 +10,17 @@ from lightning.pytorch import Callback
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 
+from pc.errors import UserError
 from pc.integrations import has_pc, started
 
 
 class PCCallback(Callback):
-    """Makes PC's preconditioner, follows the module's optimizers, and pulls gradients back."""
+    """Makes PC's preconditioner, follows the module's optimizers, and pulls gradients back. It comes before callbacks that
+    copy the module, as averages of weights do.
+
+    Raises:
+        UserError: the module gets PC too late to load a checkpoint.
+    """
 
     preconditioner: Any = None
     """a Preconditioner, from the first run on"""
@@ -29,6 +35,8 @@ class PCCallback(Callback):
             self._start(trainer, pl_module)
 
     def on_fit_start(self, trainer, pl_module) -> None:
+        if self.preconditioner is None and not trainer.strategy.restore_checkpoint_after_setup:
+            raise UserError("a checkpoint of this run could not be loaded: call pc.attach in the module's __init__")
         self._start(trainer, pl_module)
         self.preconditioner.note_loaded()  # DDP has set all weights, to the values that they had
         self.preconditioner.follow(*trainer.optimizers)
@@ -42,6 +50,9 @@ class PCCallback(Callback):
 
     def on_after_backward(self, trainer, pl_module) -> None:
         """After the last backward pass of a step, before gradients are unscaled and clipped."""
+        for weight in self.preconditioner.weights.values():
+            if not any(parameter.requires_grad for parameter in weight.trained):
+                weight.effective.grad = None  # frozen by `toggle_optimizer`, which freezes what optimizers hold
         is_synchronised = getattr(trainer.strategy.model, "require_backward_grad_sync", True)
         # by hand a pass may be of another part, such as a GAN's discriminator
         if is_synchronised and self.preconditioner.has_gradients() and not trainer.fit_loop._should_accumulate():

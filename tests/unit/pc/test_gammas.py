@@ -42,6 +42,12 @@ def of_both_kinds(model):
     return [torch.optim.SGD(groups, lr=0.1)]
 
 
+def by_kind(model):
+    """As people use a Muon of their own."""
+    matrices, vectors = ([p for p in model.parameters() if p.ndim == n] for n in (2, 1))
+    return [torch.optim.SGD(matrices, lr=0.02), torch.optim.AdamW(vectors, lr=3e-4)]
+
+
 # a model, its optimizers, and the group, of all of theirs, that the gamma of a weight joins
 GROUPS = {
     "that of other vectors": (normed, by_dimension, lambda name: 1),
@@ -54,6 +60,7 @@ GROUPS = {
         lambda name: int(name[0]),
     ),
     "none of Muon's": (normed, of_both_kinds, lambda name: 1),
+    "of another optimizer, if its weight's has no vectors": (normed, by_kind, lambda name: 1),
 }
 
 

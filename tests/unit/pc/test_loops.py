@@ -421,6 +421,26 @@ def test_a_weight_that_is_unfrozen(by_hand):
     assert len(set(held)) == len(held)
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_optimizer_that_holds_no_weight_with_pc_at_first(fused):
+    """As when a new head is trained first, and then all; steps of a fused optimizer are seen by its hooks alone."""
+    model = nn.Sequential(pc.attach(toy_model(), PCConfig()).requires_grad_(False), nn.Linear(7, 7).double())
+    optimizer = torch.optim.AdamW(model[1].parameters(), lr=1e-2, fused=fused)
+    preconditioner = pc.precondition(model, optimizer)
+    start = trained(preconditioner)
+    for step in range(4):
+        if step == 2:
+            assert same(trained(preconditioner), start)
+            model[0].requires_grad_()
+            optimizer.add_param_group({"params": [*model[0].parameters()]})
+        toy_loss(model, toy_batch(step)).backward()
+        preconditioner.pull_back()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert not any(same(start[name], tensors) for name, tensors in trained(preconditioner).items())
+    require_pc(preconditioner)
+
+
 def test_a_gradient_scaler_that_skips_one_of_two_optimizers():
     """Scaled gradients are pulled back, then unscaled; unscaled before, they are refused."""
     model = pc.attach(toy_model().float(), PCConfig())

@@ -96,8 +96,9 @@ def test_while_an_optimizer_has_yet_to_step_what_is_read_is_pc(read):
     loop.pull_back()
     loop.optimizers[0].step()
     if read == "copy":
-        with pytest.raises(UserError, match="a copy that was made when not all optimizers had stepped; call"):
-            copy.deepcopy(loop.model)(toy_batch(0))
+        for use in (pc.merge, pc.plain_state_dict, lambda model: model(toy_batch(0))):
+            with pytest.raises(UserError, match="a copy that was made when not all optimizers had stepped; call"):
+                use(copy.deepcopy(loop.model))
         loop.preconditioner.write_pc()
         copy.deepcopy(loop.model)(toy_batch(0))
     elif read == "merge":
@@ -111,6 +112,20 @@ def test_while_an_optimizer_has_yet_to_step_what_is_read_is_pc(read):
     else:
         loop.model(toy_batch(0)) if read == "forward" else pc.plain_state_dict(loop.model)
         require_pc(loop.preconditioner)
+
+
+@pytest.mark.parametrize("read", [pc.merge, pc.plain_state_dict])
+def test_a_model_in_half_precision_is_exported_but_not_trained(read):
+    loop = Loop()
+    loop.step()
+    expected = {name: tensor.bfloat16() for name, tensor in pc.plain_state_dict(loop.model).items()}
+    loop.model.bfloat16()
+    toy_loss(loop.model, toy_batch(0).bfloat16()).backward()
+    with pytest.raises(UserError, match="is torch.bfloat16, but W needs float32"):
+        loop.pull_back()
+    loop.zero_grad()
+    state = read(loop.model)
+    assert same(state if isinstance(state, dict) else state.state_dict(), expected)
 
 
 def test_a_compiled_pass_that_saw_old_weights_is_not_trained():
