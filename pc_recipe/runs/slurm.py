@@ -8,6 +8,7 @@ the run is finished or cannot continue. No slurmdbd or sacct is needed: the stat
 import contextlib
 import json
 import os
+import secrets
 import shlex
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from pc.errors import UserError, exit_on_user_error
-from pc_recipe.config import load_config
+from pc_recipe.config import Config, load_config, write_config
 from pc_recipe.files import look
 from pc_recipe.files.atomic import write_atomically
 from pc_recipe.files.inside import inside, require_plain
@@ -44,7 +45,8 @@ def submit_run(config: str, overrides: Sequence[str], allocation: Allocation, qu
     Raises:
         UserError: mistakes, or a time limit that is too short.
     """
-    report = check_settings(load_config(config, overrides))
+    resolved = load_config(config, overrides)
+    report = check_settings(resolved)
     check_data(report)
     check_layout(report, allocation.world_size)
     report.raise_errors(f"{config}: ")
@@ -56,21 +58,29 @@ def submit_run(config: str, overrides: Sequence[str], allocation: Allocation, qu
         report.facts.append(("time limit", allocation.describe_limit(hours)))
     print(report.text(), flush=True)
     folder = Path(report.config.job.dump_folder)
-    words = folder, [f"--job-name={folder.name}", *allocation.sbatch_options()], [config, *overrides]
+    options = [f"--job-name={folder.name}", *allocation.sbatch_options()]
     if not queues:
-        return shlex.join(job_command(*words))
-    job = submit_job(*words)
+        return shlex.join(job_command(folder, options, [config, *overrides]))
+    job = submit_job(folder, options, [resolved])
     return f"job {job}: {config}, logs in {folder}/slurm" if job else f"sbatch queued nothing of {config}"
 
 
-def submit_job(folder: Path, options: list[str], arguments: Sequence[str]) -> str:
-    """Submit train.sbatch with sbatch; returns the job's id, "" with --test-only. What sbatch says is handed on."""
+def submit_job(folder: Path, options: list[str], configs: Sequence[Config]) -> str:
+    """Submit train.sbatch for a run, or an array of runs, with sbatch; returns the job's id, "" with --test-only. What sbatch
+    says is handed on.
+
+    The job gets a copy of each configuration: people edit a file for the next run while one waits or trains.
+    """
     logs = inside(folder, "slurm")
     logs.mkdir(parents=True, exist_ok=True)  # without the folder SLURM drops the output
     require_plain(logs)
+    copies = logs / f"configs-{secrets.token_hex(4)}"
+    for index, config in enumerate(configs):
+        write_config(config, copies / f"{index}.toml")
     # the job uses the interpreter and the code that submitted it
     environment = {**os.environ, "PC_PYTHON": sys.executable, **own_code()}
-    submitted = subprocess.run(job_command(folder, options, arguments), capture_output=True, text=True, env=environment)
+    command = job_command(folder, options, [str(copies)])
+    submitted = subprocess.run(command, capture_output=True, text=True, env=environment)
     if submitted.returncode:
         lines = [line.removeprefix("sbatch: ").removeprefix("error: ") for line in submitted.stderr.splitlines()]
         raise UserError(f"sbatch: {'; '.join(filter(None, lines))} (sinfo shows partitions and nodes)")
@@ -90,14 +100,12 @@ def job_command(folder: Path, options: list[str], arguments: Sequence[str]) -> l
 
 
 def read_run(arguments: Sequence[str]) -> Run:
-    """The run of a job's arguments: CONFIG and overrides, or a run list and the array index."""
+    """The run of a job's arguments: a folder of configurations, by the array's index, or CONFIG and overrides."""
     config, *overrides = arguments
-    name = None
-    if Path(config).suffix == ".json":
-        entry = json.loads(Path(config).read_text())["runs"][int(os.environ["SLURM_ARRAY_TASK_ID"])]
-        name, config, overrides = entry["name"], entry["config"], entry["overrides"]
+    if look.is_folder(config):
+        config = str(Path(config, f"{os.environ.get('SLURM_ARRAY_TASK_ID', 0)}.toml"))
     folder = Path(load_config(config, overrides).job.dump_folder)
-    return Run(name or folder.name, config, tuple(overrides), folder)
+    return Run(str(folder), config, tuple(overrides), folder)
 
 
 def run_task(run: Run) -> int:

@@ -1,10 +1,7 @@
 """Queue the runs of sweeps on a SLURM cluster, one array per sweep."""
 
-import json
-import secrets
 from collections.abc import Sequence
 
-from pc_recipe.files.atomic import write_atomically
 from pc_recipe.plan.allocation import Allocation
 from pc_recipe.plan.check import check
 from pc_recipe.runs import slurm
@@ -33,13 +30,9 @@ def submit(sweeps: Sequence[Sweep], at_a_time: int, allocation: Allocation) -> s
         equal = [(run, group.folder) for run, group in remaining if group.state != "finished" and run not in waiting]
         line = f"{sweep.path.stem}: nothing to queue"
         if waiting:
-            # a list for each array, so that its tasks keep their runs when the sweep's file changes
-            run_list = sweep.folder / "slurm" / f"runs-{secrets.token_hex(4)}.json"
-            entries = [{"name": run.name, "config": run.config, "overrides": run.overrides} for run in waiting]
-            write_atomically(run_list, json.dumps({"runs": entries}, indent=1) + "\n")
             array = f"--array=0-{len(waiting) - 1}" + (f"%{at_a_time}" if at_a_time else "")
             options = [array, f"--job-name={sweep.path.stem}", *allocation.sbatch_options()]
-            job = slurm.submit_job(sweep.folder, options, [str(run_list)])
+            job = slurm.submit_job(sweep.folder, options, [run.resolved for run in waiting])
             line = f"job {job}: {len(waiting)} runs, logs in {sweep.folder}/slurm"
         lines += [line] + [f"  {run.name}: equal to {folder}" for run, folder in equal]
     return "\n".join(lines)

@@ -226,13 +226,15 @@ def test_a_started_run_is_trained_to_its_end_though_an_equal_one_has_finished(fo
     finish("pc.toml", [], folder / "outputs/sweeps/blocks/blocks-ffn+o", state="stopped")
     finish("pc.toml", ["--pc.blocks=ffn"], folder / "outputs/sweeps/blocks/blocks-ffn")
     queued = []
-    monkeypatch.setattr("pc_recipe.runs.slurm.submit_job", lambda where, options, words: queued.append(words) or "1")
+    monkeypatch.setattr(
+        "pc_recipe.runs.slurm.submit_job", lambda where, options, configs: queued.append(configs) or "1"
+    )
     monkeypatch.setattr("pc_recipe.runs.sweep.submit.check", lambda *_: CheckResult(Config()))
     both = [load("level.toml"), load("blocks.toml")]
     for state in ("stopped", "finished"):
         finish("pc.toml", [], folder / "outputs/by-hand", state=state)
         submit(both, 0, Allocation(1, 1, []))
-        names = [run["name"] for (path,) in queued for run in json.loads(Path(path).read_text())["runs"]]
+        names = [Path(config.job.dump_folder).name for configs in queued for config in configs]
         assert names == ["level-3", "blocks-ffn+o"]
         queued.clear()
         equal_runs.take_over(both, 1)
@@ -291,8 +293,8 @@ def test_equal_runs_are_queued_once(folder, monkeypatch):
     queued = []
 
     def sbatch(words, **_):
-        listed = json.loads(Path(words[-1]).read_text())["runs"]
-        queued.append((next(word for word in words if word.startswith("--array")), [run["name"] for run in listed]))
+        listed = [load_config(file).job.dump_folder for file in sorted(Path(words[-1]).iterdir())]
+        queued.append((next(word for word in words if word.startswith("--array")), [Path(run).name for run in listed]))
         return subprocess.CompletedProcess(words, 0, "77", "")
 
     monkeypatch.setattr(subprocess, "run", sbatch)

@@ -217,6 +217,21 @@ def test_a_limit_that_is_too_short_without_requeue_is_refused(monkeypatch, optio
     )
 
 
+@pytest.mark.parametrize("change", ["edited", "gone"])
+def test_a_job_trains_and_judges_the_run_that_was_submitted(monkeypatch, tmp_path, tiny_shards, change):
+    """Though its TOML is then that of the next run."""
+    sent = []
+    done = type("Done", (), {"returncode": 0, "stdout": "17", "stderr": ""})
+    monkeypatch.setattr(slurm.subprocess, "run", lambda words, **_: sent.append(words) or done)
+    config = tmp_path / "run.toml"
+    config.write_text(f'[job]\ndump_folder = "{tmp_path}/first"\n[data]\npath = "{tiny_shards}"\n')
+    words = ["--training.seq_len=16", "--training.steps=3", "--lr_scheduler.warmup_steps=1"]
+    slurm.submit_run(str(config), words, Allocation(1, 0, []))
+    config.write_text(config.read_text().replace("first", "second")) if change == "edited" else config.unlink()
+    submitted = slurm.read_run(sent[0][-1:])
+    assert submitted.folder == tmp_path / "first" and submitted.resolved.training.steps == 3
+
+
 def test_submit_says_what_a_dry_run_says(command, monkeypatch, tmp_path, tiny_shards):
     """With the warnings, and the time limit."""
     sent = []
