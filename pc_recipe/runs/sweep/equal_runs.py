@@ -140,11 +140,9 @@ def _read_started_runs(roots: Sequence[Path]) -> dict[Path, dict[str, Any]]:
     """{folder: result key} of all started runs below `roots`, without links."""
     keys = {}
     for root in filter(look.is_folder, roots):
-        for folder, folders, files in os.walk(root, onerror=look.refuse):
-            if "config.toml" in files:
-                folders.clear()  # checkpoints and logs
-                if (key := read_result_key(Path(folder))) is not None:
-                    keys[Path(folder)] = key
+        for folder, _, files in os.walk(root, onerror=look.refuse):
+            if "config.toml" in files and (key := read_result_key(Path(folder))) is not None:
+                keys[Path(folder)] = key
     return keys
 
 

@@ -30,7 +30,8 @@ def read_results(source: Path) -> list[dict]:
         raise UserError(f"{file}: no such file; scripts/sweep.py select writes it into the sweep's folder")
     results = read_json_lines(file)
     if file != source:
-        _require_up_to_date(file, {result.get("name", ""): result.get("state", "finished") for result in results})
+        states = {(source / result.get("name", "")).resolve(): result.get("state", "finished") for result in results}
+        _require_up_to_date(file, states)
     return results
 
 
@@ -44,13 +45,14 @@ def read_json_lines(file: Path) -> list[dict]:
         ) from error
 
 
-def _require_up_to_date(file: Path, known: dict[str, str]) -> None:
-    """Array tasks of SLURM do not write the sweep's results when they end."""
+def _require_up_to_date(file: Path, known: dict[Path, str]) -> None:
+    """Array tasks of SLURM do not write the sweep's results when they end. `known`: {folder: state}; where a sweep has grown,
+    runs of new names are links to earlier ones."""
     for config in (found for found in look.files_below(file.parent) if found.name == "config.toml"):
-        name, state = str(config.parent.relative_to(file.parent)), read_state(config.parent).state
-        if state in ("finished", "diverged") and known.get(name) != state:
+        run, state = config.parent, read_state(config.parent).state
+        if state in ("finished", "diverged") and known.get(run.resolve()) != state:
             raise UserError(
-                f"{file} is older than {name}, which has {state}; scripts/sweep.py select renews it, if the sweep still has "
+                f"{file} is older than {run.relative_to(file.parent)}, which has {state}; scripts/sweep.py select renews it, if the sweep still has "
                 "that run; else move its folder away"
             )
 

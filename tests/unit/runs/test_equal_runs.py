@@ -20,6 +20,7 @@ from pc_recipe.plan.allocation import Allocation
 from pc_recipe.plan.check import CheckResult
 from pc_recipe.runs.sweep import budget, equal_runs
 from pc_recipe.runs.sweep.local import train_all
+from pc_recipe.runs.sweep.points import read_results
 from pc_recipe.runs.sweep.results import describe_status
 from pc_recipe.runs.sweep.spec import load
 from pc_recipe.runs.sweep.submit import submit
@@ -252,6 +253,22 @@ def test_a_sweep_goes_on_when_it_grows_and_refuses_what_was_trained_otherwise(fo
     (folder / "pc.toml").write_text(CONFIG.replace("1e-3", "2e-3"))
     with pytest.raises(UserError, match=r"level-1 was trained with optimizer.lr = 0.001 \(now 0.002\)"):
         equal_runs.require_unchanged(load("level.toml"))
+
+
+def test_a_sweep_that_gets_seeds_keeps_what_it_has_and_others_find_what_it_adds(folder, trained):
+    """Then seed-0 is a link to the run in whose folder seed-1 lies."""
+    (folder / "pc.toml").write_text(f"{CONFIG}[debug]\nseed = 0\n")
+    first = 'configs = ["pc.toml"]\n[axes]\n"pc.level" = [3]\n'
+    (folder / "level.toml").write_text(first)
+    train_all([load("level.toml")])
+    (folder / "level.toml").write_text(f"seeds = [0, 1]\n{first}")
+    train_all([load("level.toml")])
+    results = read_results(Path("outputs/sweeps/level"))
+    assert [result["name"] for result in results] == ["level-3/seed-0", "level-3/seed-1"]
+    (folder / "one.toml").write_text(f"seeds = [1]\n{first}")
+    equal_runs.take_over([load("one.toml")])
+    train_all([load("one.toml")])
+    assert trained == ["outputs/sweeps/level/level-3", "outputs/sweeps/level/level-3/seed-1"]
 
 
 def test_a_run_of_changed_settings_is_not_an_equal_run(folder, trained):
