@@ -105,6 +105,10 @@ def _chain(path: Path) -> Iterator[tuple[Path, bytes, dict[str, Any]]]:
         except (ValueError, RecursionError) as error:  # wrong syntax, encoding, too many digits or levels
             raise UserError(f"{path}{child}: not valid TOML: {error}") from None
         parent = values.pop("parent", None)
+        if path.name == "config.toml" and content.startswith(RESOLVED.encode()):  # of a run, which may have been moved
+            job = values.setdefault("job", {})
+            if isinstance(job, dict) and os.path.realpath(str(job.get("dump_folder"))) != os.path.realpath(path.parent):
+                job["dump_folder"] = str(path.parent)
         yield path, content, values
         if parent is None:
             return

@@ -154,7 +154,7 @@ def test_bad_overrides_are_named(write, words, said):
 def test_written_file_resolves_to_itself_and_names_its_ancestors(write, tmp_path):
     base = write("base.toml", "[optimizer]\nlr = 1e-3\n")
     leaf = write("leaf.toml", 'parent = "base.toml"\n[job]\ndescription = "tab\\t quote\\" del\\u007f ü"\n')
-    overrides = ["--training.steps", "3", "--pc.level={o = 4, ffn = [1.5, -0.5]}"]
+    overrides = ["--training.steps", "3", "--pc.level={o = 4, ffn = [1.5, -0.5]}", f"--job.dump_folder={tmp_path}/run"]
     config, written = load_config(leaf, overrides), tmp_path / "run" / "config.toml"
     write_config(config, written)
     assert load_config(written) == config
@@ -165,6 +165,15 @@ def test_written_file_resolves_to_itself_and_names_its_ancestors(write, tmp_path
     again = tmp_path / "again.toml"
     write_config(load_config(written), again)  # as the trainer's processes do
     assert again.read_bytes() == written.read_bytes()
+
+
+def test_a_moved_run_is_continued_where_it_is(write, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_config(load_config(write("leaf.toml", "")), tmp_path / "outputs" / "leaf" / "config.toml")
+    assert load_config("outputs/leaf/config.toml").job.dump_folder == "outputs/leaf"
+    (tmp_path / "outputs" / "leaf").rename(tmp_path / "moved")
+    assert load_config("moved/config.toml").job.dump_folder == "moved"
+    assert load_config("moved/config.toml", ["--job.dump_folder=other"]).job.dump_folder == "other"
 
 
 def test_an_overlay_stands_between_the_words_of_the_command_line(write, tmp_path):
