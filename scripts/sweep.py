@@ -1,6 +1,6 @@
 """Train the runs of a sweep's TOML, and choose the best.
 
-python scripts/sweep.py plan   SWEEP.toml... [--tflops 300]
+python scripts/sweep.py plan   SWEEP.toml... [--tflops 300] [--world-size 8]
 python scripts/sweep.py run    SWEEP.toml...
 python scripts/sweep.py submit SWEEP.toml... [--gpus-per-node 8] [--nodes 1] [--at-a-time 2] [--sbatch="--time=8:00:00"]
 python scripts/sweep.py status SWEEP.toml...
@@ -40,6 +40,9 @@ def main() -> None:
         type=float,
         help="TFLOP/s of one GPU (default: 0.27 times the model's width, at most 400; an assumption)",
     )
+    commands["plan"].add_argument(
+        "--world-size", type=at_least_one, help="number of GPUs of a run (default: as here, NGPU or all, at least 1)"
+    )
     Allocation.add_options(commands["submit"])
     commands["submit"].add_argument("--at-a-time", type=at_least_one, default=0, help="runs at once (default: all)")
     arguments, unknown = parser.parse_known_args()
@@ -53,7 +56,7 @@ def main() -> None:
     if arguments.action == "plan":
         from pc_recipe.runs.sweep import budget  # takes seconds
 
-        print(budget.table(sweeps, arguments.tflops, launch.count_processes()))
+        print(budget.table(sweeps, arguments.tflops, arguments.world_size or launch.count_processes()))
         return
     world_size = None
     if arguments.action == "run":

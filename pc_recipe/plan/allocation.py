@@ -12,6 +12,8 @@ from pc.errors import UserError
 TRAIN_SCRIPT = Path(__file__).parents[2] / "scripts" / "slurm" / "train.sbatch"
 SIZES = ("--nodes", "-N", "--gpus", "-G")
 """How options of sbatch for nodes and GPUs begin."""
+ASSUMED_GIB = 79.0
+"""What torch shows of a GPU that is sold with 80 GB."""
 SPARE = 1.2
 """The limit that is recommended as a multiple of the estimate, which leaves out validation and checkpoints."""
 
@@ -25,11 +27,14 @@ class Allocation:
     """0 trains on CPUs."""
     options: list[str]
     """More options for sbatch."""
+    gpu_gib: float = ASSUMED_GIB
+    """Memory of each GPU, which is not one of the login node."""
 
     @staticmethod
     def add_options(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--nodes", type=int, default=1, help="machines per run (default 1)")
         parser.add_argument("--gpus-per-node", type=int, default=8, help="GPUs per machine (default 8; 0: CPU)")
+        parser.add_argument("--gpu-memory", type=float, metavar="GIB", default=ASSUMED_GIB, help="of each (default 79)")
         parser.add_argument(
             "--sbatch", default="", help='more options for sbatch: --sbatch="--partition=main --time=8:00:00"'
         )
@@ -43,7 +48,7 @@ class Allocation:
         for option in options:
             if option.startswith(SIZES):
                 raise UserError(f"--sbatch: {option} would not be seen by the checks; give --nodes and --gpus-per-node")
-        return Allocation(arguments.nodes, arguments.gpus_per_node, options)
+        return Allocation(arguments.nodes, arguments.gpus_per_node, options, arguments.gpu_memory)
 
     @property
     def world_size(self) -> int:

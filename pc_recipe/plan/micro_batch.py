@@ -8,9 +8,8 @@ from pc.errors import UserError
 from pc_recipe.config import Config
 from pc_recipe.config.rank_batches import RankBatches
 from pc_recipe.plan import memory
+from pc_recipe.plan.allocation import ASSUMED_GIB
 
-ASSUMED_GIB = 79.0
-"""What torch shows of a GPU that is sold with 80 GB."""
 USABLE = 0.85
 """The share of a GPU's memory that the estimate may fill. The paper measured 6 % more than the estimate
 (`tests/unit/plan/test_check.py`); 1 to 4 GiB of CUDA and NCCL are 5 % of 80 GB."""
@@ -59,10 +58,10 @@ def choose(config: Config, world_size: int, gpu: Gpu | None = None, sizes: memor
 
 def find_gpu(gib: float | None = None) -> Gpu:
     """A GPU of `gib` GiB; None: the smallest one here, or one of `ASSUMED_GIB`."""
+    if gib == ASSUMED_GIB or (gib is None and not torch.cuda.is_available()):
+        return Gpu(ASSUMED_GIB, "assumed, an 80 GB GPU")
     if gib is not None:
         return Gpu(gib, "given")
-    if not torch.cuda.is_available():
-        return Gpu(ASSUMED_GIB, "assumed, an 80 GB GPU")
     here = [torch.cuda.get_device_properties(gpu) for gpu in range(torch.cuda.device_count())]
     smallest = min(here, key=lambda gpu: gpu.total_memory)
     return Gpu(smallest.total_memory / memory.GIB, f"{smallest.name}, found here")

@@ -50,7 +50,7 @@ def submit_run(config: str, overrides: Sequence[str], allocation: Allocation, qu
     check_data(report)
     check_layout(report, allocation.world_size)
     report.raise_errors(f"{config}: ")
-    check_on_ranks(report)
+    check_on_ranks(report, allocation.gpu_gib)
     report.raise_errors(f"{config}: ")
     if allocation.gpus_per_node:  # the estimate is of GPUs
         hours = estimate_hours(report, allocation.world_size)
@@ -77,8 +77,9 @@ def submit_job(folder: Path, options: list[str], configs: Sequence[Config]) -> s
     copies = logs / f"configs-{secrets.token_hex(4)}"
     for index, config in enumerate(configs):
         write_config(config, copies / f"{index}.toml")
-    # the job uses the interpreter and the code that submitted it
+    # the job uses the interpreter and the code that submitted it, and all of its GPUs
     environment = {**os.environ, "PC_PYTHON": sys.executable, **own_code()}
+    environment.pop("NGPU", None)
     command = job_command(folder, options, [str(copies)])
     submitted = subprocess.run(command, capture_output=True, text=True, env=environment)
     if submitted.returncode:

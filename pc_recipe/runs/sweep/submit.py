@@ -18,7 +18,7 @@ def submit(sweeps: Sequence[Sweep], at_a_time: int, allocation: Allocation) -> s
     warned: dict[str, str] = {}
     for group in groups:
         first = group.runs[0]
-        report = check(first.resolved, allocation.world_size)
+        report = check(first.resolved, allocation.world_size, gpu_gib=allocation.gpu_gib)
         report.raise_errors(f"{first.name}: ")
         for warning in report.warnings:
             warned.setdefault(warning, first.name)

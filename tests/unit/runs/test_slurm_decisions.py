@@ -11,6 +11,7 @@ import pytest
 from helpers.tiny import ROOT
 from pc.errors import UserError, exit_on_user_error
 from pc_recipe.files.lock import join_lock, lock
+from pc_recipe.plan import micro_batch
 from pc_recipe.plan.allocation import Allocation
 from pc_recipe.runs import slurm
 from pc_recipe.runs.run import Run
@@ -222,14 +223,18 @@ def test_a_job_trains_and_judges_the_run_that_was_submitted(monkeypatch, tmp_pat
     """Though its TOML is then that of the next run."""
     sent = []
     done = type("Done", (), {"returncode": 0, "stdout": "17", "stderr": ""})
-    monkeypatch.setattr(slurm.subprocess, "run", lambda words, **_: sent.append(words) or done)
+    monkeypatch.setattr(slurm.subprocess, "run", lambda words, env, **_: sent.append(words) or sent.append(env) or done)
+    monkeypatch.setenv("NGPU", "1")  # of this shell
     config = tmp_path / "run.toml"
     config.write_text(f'[job]\ndump_folder = "{tmp_path}/first"\n[data]\npath = "{tiny_shards}"\n')
+    found, find_gpu = [], micro_batch.find_gpu
+    monkeypatch.setattr(micro_batch, "find_gpu", lambda gib=None: found.append(gib) or find_gpu(gib))
     words = ["--training.seq_len=16", "--training.steps=3", "--lr_scheduler.warmup_steps=1"]
-    slurm.submit_run(str(config), words, Allocation(1, 0, []))
+    slurm.submit_run(str(config), words, Allocation(1, 8, []))
     config.write_text(config.read_text().replace("first", "second")) if change == "edited" else config.unlink()
     submitted = slurm.read_run(sent[0][-1:])
     assert submitted.folder == tmp_path / "first" and submitted.resolved.training.steps == 3
+    assert "NGPU" not in sent[1] and found == [79.0]  # not None, which is a GPU of this machine
 
 
 def test_submit_says_what_a_dry_run_says(command, monkeypatch, tmp_path, tiny_shards):
