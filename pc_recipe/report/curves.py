@@ -73,9 +73,11 @@ def compare(runs: Sequence[RunLog]) -> pd.DataFrame:
 def _why_apart(reference: RunLog, run: RunLog) -> str:
     """Why the final losses of two runs are not compared; "" if they are."""
     for one in (run, reference):
-        state = read_state(one.file.parent).state
-        if state not in FINISHED:
-            return f"{one.name} has not finished ({state})"
+        ended = read_state(one.file.parent)
+        if ended.state not in FINISHED:
+            return f"{one.name} has not finished ({ended.state})"
+        if ended.step and one.series(VALIDATION).index[-1] != ended.step:
+            return f"{one.name} was not validated at its last step"
     return settings.why_apart(read_config(reference.file.parent), read_config(run.file.parent))
 
 

@@ -221,7 +221,7 @@ def _wandb_environment(config: Config) -> dict[str, str]:
     folder = Path(config.job.dump_folder)
     with join_lock(folder) as file:  # nothing writes to it, so that its time is that of the run's first start
         first = f"{folder.resolve()} {os.fstat(file.fileno()).st_mtime_ns}"
-    names = {"WANDB_PROJECT": "pc-layer", "WANDB_RUN_NAME": folder.name}
+    names = {"WANDB_PROJECT": "pc-layer", "WANDB_RUN_NAME": str(folder).removeprefix("outputs/")}
     return names | {"WANDB_RUN_ID": hashlib.sha256(first.encode()).hexdigest()[:32], "WANDB_RESUME": "allow"}
 
 

@@ -31,7 +31,7 @@ def _describe_result(run: Path, step: int) -> str:
     except UserError:
         return f"Finished at step {step}."
     found = [f"train loss {_number(loss)}" for loss in log.series("loss").tail(1)]
-    found += [f"validation loss {_number(loss)}" for loss in log.series(VALIDATION).tail(1)]
+    found += [f"validation loss {_number(loss)}" for last, loss in log.series(VALIDATION).items() if last == step]
     for seconds in filter(None, log.seconds().tail(1)):
         tokens = round(log.series("step_seconds", "tokens").index[-1])
         found.append(f"{tokens:,} tokens in {timedelta(seconds=round(seconds))} of training steps")

@@ -97,6 +97,14 @@ def test_a_run_that_has_not_finished_has_no_final_loss(tmp_path, name, state):
     assert f"<h1>{said}</h1>" in page and "1.50x" not in page
 
 
+def test_a_run_without_a_validation_at_its_end_has_no_final_loss(tmp_path):
+    """As one that was resumed for more steps, without validation."""
+    paths = runs(tmp_path)
+    write_state(tmp_path / "pc", "finished", 4, 4)
+    text = run_page.write(paths, tmp_path / "report.html")
+    assert text.splitlines()[2] == "pc is not compared with baseline: pc was not validated at its last step"
+
+
 @pytest.mark.parametrize("differing", [{"training": {"seq_len": 32}}, {"data": {"validation_sequences": 8}}])
 def test_losses_over_other_sequences_are_not_compared(tmp_path, differing):
     text = run_page.write(runs(tmp_path, **differing), tmp_path / "report.html")

@@ -128,6 +128,9 @@ def test_other_content_of_the_data_is_another_run(folder):
         if content == "a":
             environment.write_environment("outputs/by-hand", config, 1, step=0)
         assert differing_keys(equal_runs.read_result_key(Path("outputs/by-hand")), result_key(config)) == expected
+        moved, weighted = (load_config("pc.toml", [f"--data.path={p}"]) for p in ("./shards", '{"shards" = 2.0}'))
+        assert differing_keys(result_key(moved), result_key(config)) == []
+        assert differing_keys(result_key(weighted), result_key(config)) == ["data.path"]
 
 
 def test_other_content_of_what_a_run_starts_from_is_another_run(folder):
@@ -230,7 +233,7 @@ def test_a_started_run_is_trained_to_its_end_though_an_equal_one_has_finished(fo
     monkeypatch.setattr(
         "pc_recipe.runs.slurm.submit_job", lambda where, options, configs: queued.append(configs) or "1"
     )
-    monkeypatch.setattr("pc_recipe.runs.sweep.submit.check", lambda *_: CheckResult(Config()))
+    monkeypatch.setattr("pc_recipe.runs.sweep.submit.check", lambda *_, **__: CheckResult(Config()))
     both = [load("level.toml"), load("blocks.toml")]
     for state in ("stopped", "finished"):
         finish("pc.toml", [], folder / "outputs/by-hand", state=state)
@@ -305,7 +308,7 @@ def test_a_run_that_is_trained_elsewhere_is_passed_over(folder, trained, capsys)
 
 def test_equal_runs_are_queued_once(folder, monkeypatch):
     monkeypatch.setattr(
-        "pc_recipe.runs.sweep.submit.check", lambda *_: CheckResult(Config(), warnings=["the disk is small"])
+        "pc_recipe.runs.sweep.submit.check", lambda *_, **__: CheckResult(Config(), warnings=["the disk is small"])
     )
     queued = []
 

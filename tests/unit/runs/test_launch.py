@@ -152,7 +152,7 @@ def log(metrics, step):
 def test_every_attempt_continues_one_page_of_weights_and_biases(tmp_path, monkeypatch):
     def start(run: str, lr: float = 1e-3) -> tuple:
         """The page that an attempt logs to."""
-        config = Config(job={"dump_folder": str(tmp_path / run)}, metrics={"enable_wandb": True}, optimizer={"lr": lr})
+        config = Config(job={"dump_folder": run}, metrics={"enable_wandb": True}, optimizer={"lr": lr})
         _, environment = launch.build_command(config, 2)
         with mock.patch.dict(os.environ, environment):
             logger = WandBLogger(str(tmp_path), JobConfig(config))
@@ -160,24 +160,25 @@ def test_every_attempt_continues_one_page_of_weights_and_biases(tmp_path, monkey
         return sys.modules["wandb"].run
 
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.chdir(tmp_path)
     with mock.patch.dict(sys.modules):
         with monkeypatch.context() as patch:
             patch.setattr(installed, "find_spec", lambda name: None)
             with pytest.raises(UserError, match=r"enable_wandb = true needs the package: pip install wandb"):
-                start("one")
+                start("outputs/sweep/one")
         (tmp_path / "wandb.py").write_text(WANDB)
-        *page, lr = start("one")
-        assert page == ["pc-layer", "one", page[2], "allow"] and lr == 1e-3
-        assert start("one", 2e-3) == (*page, 2e-3)
-        lock(tmp_path / "one").close()  # a later attempt
-        join_lock(tmp_path / "one").close()
-        assert start("one") == (*page, 1e-3)
+        *page, lr = start("outputs/sweep/one")
+        assert page == ["pc-layer", "sweep/one", page[2], "allow"] and lr == 1e-3
+        assert start("outputs/sweep/one", 2e-3) == (*page, 2e-3)
+        lock(tmp_path / "outputs/sweep/one").close()  # a later attempt
+        join_lock(tmp_path / "outputs/sweep/one").close()
+        assert start("outputs/sweep/one") == (*page, 1e-3)
         assert start("two")[2] != page[2]
-        shutil.rmtree(tmp_path / "one")  # it is trained anew
-        assert start("one")[2] != page[2]
-        page[2] = start("one")[2]
+        shutil.rmtree(tmp_path / "outputs/sweep/one")  # it is trained anew
+        assert start("outputs/sweep/one")[2] != page[2]
+        page[2] = start("outputs/sweep/one")[2]
         monkeypatch.setenv("WANDB_PROJECT", "ours")
-        assert start("one") == ("ours", *page[1:], 1e-3)
+        assert start("outputs/sweep/one") == ("ours", *page[1:], 1e-3)
         assert sys.modules["wandb"].lines == 7 * [(7, {"loss": 2.5})]
 
 

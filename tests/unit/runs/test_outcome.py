@@ -10,6 +10,7 @@ def test_speed_is_of_the_steps_that_were_timed(tmp_path):
         {"step": step, "tokens": 10 * step, "loss": 3.0 - step / 100, "step_seconds": 2.0, "validation_loss": 3.0}
         for step in (1, 10, 20)
     ]
+    assert "validation" not in describe_outcome(write_run(tmp_path / "other", [*lines, {"step": 25, "tokens": 250}]))
     run = write_run(tmp_path / "run", [*lines, {"step": 29, "tokens": 290, "validation_loss": 2.5}])
     assert describe_outcome(run).startswith(
         "Finished at step 29: train loss 2.8000, validation loss 2.5000, 200 tokens in 0:00:40 of training steps, 5 tokens/s."
