@@ -30,7 +30,10 @@ def main() -> None:
     from pc_recipe.data.train_tokenizer import train_tokenizer
 
     entries = train_tokenizer(**vars(options))
-    print(f"{options.output}: {entries:,} entries. Next: scripts/tokenize_text.py --tokenizer {options.output}")
+    print(
+        f"{options.output}: {entries:,} entries. Next: scripts/tokenize_text.py --tokenizer {options.output}; then train with "
+        f"--model.vocab_size {entries}"
+    )
 
 
 if __name__ == "__main__":

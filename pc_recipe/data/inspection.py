@@ -19,7 +19,7 @@ def describe(manifest: Manifest) -> str:
     """Source, tokenizer, split rule and size of each split, in lines."""
     tokenizer, source = manifest.tokenizer, manifest.source
     subset = f", subset {source['subset']}" if source["subset"] else ""
-    first = f", its first {source['max_documents']:,} documents" if source.get("max_documents") else ""
+    first = f", at most {source['max_documents']:,} documents" if source.get("max_documents") else ""
     endings = Counter(ending_of(file["name"]) for file in source["files"])
     kinds = ", ".join(f"{number:,} {ending}" for ending, number in endings.most_common())
     lines = [

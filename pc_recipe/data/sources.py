@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from csv import Error as CSVError
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -67,6 +66,8 @@ def find_files(
     are, by reason.
     """
     files = [file for source in sources for file in _find_files(source, subset, output, left_out)]
+    if odd := next(filter(_NOT_UTF8.search, files), None):  # the job's record, JSON, could not name it
+        raise UserError(f"--input {odd}: its name is not UTF-8; rename it")
     found = unique(files)
     left_out["named twice"] += len(files) - len(found)
     return found
@@ -228,7 +229,7 @@ def open_parquet(file: str) -> Iterator[pq.ParquetFile]:
 def _naming(file: str) -> Iterator[None]:
     try:
         yield
-    except (OSError, pa.ArrowException, CSVError) as error:
+    except (OSError, pa.ArrowException) as error:
         raise UserError(f"{file} cannot be read: {error}") from error
 
 

@@ -70,33 +70,35 @@ def read_csv(file: str, text_key: str) -> Iterator[str | None]:
     csv.field_size_limit(2**31 - 1)  # a document may be long
     with open_text(file) as stream:
         rows = csv.reader(stream, strict=True)  # else an open quote takes the rest as one text
-        header: list[str] = next(filter(None, rows), [])
-        if header and header.count(text_key) != 1:
-            which = f"{header.count(text_key) or 'no'} columns {text_key!r}"
-            raise UserError(f"{file}: {which}; columns are {', '.join(header)} (--text-key)")
-        for row in filter(None, rows):  # without blank lines
-            if len(row) != len(header):
-                raise UserError(
-                    f"{file}, line {rows.line_num}: {len(row)} fields, the header has {len(header)}; a text with a comma needs "
-                    "quotes around it"
-                )
-            yield row[header.index(text_key)]
+        try:
+            header: list[str] = next(filter(None, rows), [])
+            if header and header.count(text_key) != 1:
+                which = f"{header.count(text_key) or 'no'} columns {text_key!r}"
+                raise UserError(f"{file}: {which}; columns are {', '.join(header)} (--text-key)")
+            for row in filter(None, rows):  # without blank lines
+                if len(row) != len(header):
+                    raise csv.Error(
+                        f"{len(row)} fields, the header has {len(header)}; a text with a comma needs quotes"
+                    )
+                yield row[header.index(text_key)]
+        except csv.Error as error:
+            raise UserError(f"{file}, line {rows.line_num}: {error}") from None
 
 
 def read_text(file: str, text_key: str) -> Iterator[str]:
-    """The file as one document, or cut where it can be: at a blank line, else the end of a line, else a space."""
+    """The file as one document, or cut where it can be: after a blank line, else the end of a line, else a space."""
     with open_text(file) as stream:
         stream.reconfigure(newline=None)  # CRLF becomes LF
         text = ""
         while block := stream.read(LONGEST):
             text += block
             while len(text) > LONGEST:
-                ends = (text.rfind(mark, LONGEST // 2, LONGEST) for mark in ("\n\n", "\n", " "))
-                end = next((end for end in ends if end > 0), LONGEST)
+                found = ((text.rfind(mark, LONGEST // 2, LONGEST), len(mark)) for mark in ("\n\n", "\n", " "))
+                end = next((begin + length for begin, length in found if begin > 0), LONGEST)
                 yield text[:end]
-                text = text[end:].lstrip("\n ")
-        if text.strip():
-            yield text
+                text = text[end:]
+        if text:
+            yield text if text.strip() else ""
 
 
 READERS: dict[str, Callable[[str, str], Iterator[str | None]]] = {

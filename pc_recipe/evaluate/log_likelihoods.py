@@ -27,12 +27,12 @@ class LogLikelihoods(HFLM):
         return ids[:-1] if self._ends_texts and add_special_tokens is not False else ids
 
     def _loglikelihood_tokens(self, requests: list[Request], *given, **named) -> list[tuple[float, bool]]:
+        if cut := sum(len(context) + len(answer) > self.max_length + 1 for _, context, answer in requests):
+            logger.warning(
+                f"{cut} questions with answer have more tokens than the model's maximum of {self.max_length}: it sees their ends"
+            )
         # how many tokens of an answer count as context
         given_away = [max(0, len(answer) - self.max_length) for _, _, answer in requests]
-        if cut := sum(map(bool, given_away)):
-            logger.warning(
-                f"{cut} answers have more tokens than the model's maximum of {self.max_length}: only their ends are scored"
-            )
         fitting = [
             (texts, context + answer[:first], answer[first:])
             for (texts, context, answer), first in zip(requests, given_away, strict=True)

@@ -95,7 +95,7 @@ def _sources(folder: Path) -> list[str]:
     sources = []
     with suppress(UserError):
         for number, data in enumerate(data_folders(folder)):
-            sources.append(f"unknown, since {data.name} is gone")
+            sources.append(f"unknown, since {data.name} was not there at the export")
             with suppress(UserError):
                 sources[-1] = data_of(folder, number).source["input"]
     return sources or ["unknown, since the run's data are gone"]

@@ -311,7 +311,9 @@ def _check_size_of_data(result: CheckResult, config: Config, tokens: int) -> Non
 def _check_training(result: CheckResult, config: Config, manifest: Manifest, share: float, needed_tokens: int) -> None:
     tokens = manifest.tokens("train")
     whole = "" if share == 1 else f"{share:.1%} of the sequences, "
-    line = f"{manifest.folder}: {whole}{tokens:,} tokens, tokenizer {manifest.tokenizer.name}"
+    tokenizer, rows = manifest.tokenizer, config.model.vocab_size
+    entries = "" if tokenizer.vocab_size == rows else f", {tokenizer.vocab_size:,} entries of the model's {rows:,}"
+    line = f"{manifest.folder}: {whole}{tokens:,} tokens, tokenizer {tokenizer.name}{entries}"
     result.facts.append(("training data", line))
     if _count_sequences(result, config, manifest, "train") == 0:
         return

@@ -83,7 +83,7 @@ def test_a_mixed_folder(tmp_path, write_parquet):
     manifest = tokenize(str(source), source / "out")  # inside, and no input when the command is repeated
     assert (
         describe(manifest).splitlines()[-2]
-        == "left out     1 hidden; 1 of the ending '.png'; 2 empty; 1 documents without text"
+        == "left out     1 hidden; 1 of the ending '.png'; 2 empty; 2 documents without text"
     )
     tokenizer = load_tokenizer("mistral-common")
     stored = [tokens.tolist()[1:-1] for split in SPLITS for tokens in read_documents(manifest, split)]
@@ -106,15 +106,14 @@ def test_several_inputs_are_read_once_each(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("between", "seams"),
-    [("\r\n\r\n", "\n\n"), ("\n", "\n"), (" ", " "), ("", "")],
-    ids=["blank", "line", "word", "none"],
+    "between", ["\r\n\r\n", "\n", "\n    ", " ", ""], ids=["blank", "line", "indented", "word", "none"]
 )
-def test_a_long_text_is_cut_where_it_can_be(between, seams, tmp_path):
+def test_a_long_text_is_cut_where_it_can_be(between, tmp_path):
     file = tmp_path / "long.txt"
     file.write_bytes(between.join(f"é{i:06}é" * 20 for i in range(700)).encode())
     texts = texts_of(file)
-    assert seams.join(texts) == file.read_text() and len(texts) > 5
+    assert "".join(texts) == file.read_text() and len(texts) > 5
+    assert not between or all(text.lstrip(" ").startswith("é") for text in texts)
     assert all(LONGEST // 2 <= len(text) <= LONGEST for text in texts[:-1])
 
 
@@ -168,7 +167,9 @@ def test_progress_counts_what_is_read(tmp_path, monkeypatch):
             gzip.compress(b"id,text\n" + b"1,x\n" * 9 + b"2\n", mtime=0),
             "a.csv.gz, line 11: 1 fields, the header has 2",
         ),
-        ("a.csv", b'id,text\n1,"open\n2,x\n', "a.csv cannot be read: unexpected end of data"),
+        ("a.csv", b'id,text\n1,"open\n2,x\n', "a.csv, line 3: unexpected end of data"),
+        ("a.csv", b'id,text\n1,x\n2,"a "b" c"\n3,x\n', "a.csv, line 3: ',' expected after"),
+        ("a\udce9.txt", b"x", "a\udce9.txt: its name is not UTF-8; rename it"),
         ("a.txt", "x".encode("utf-16"), "a.txt: is UTF-16; convert it: iconv -f UTF-16 -t UTF-8"),
         ("a.txt.gz", b"no gzip", "a.txt.gz cannot be read: "),
         ("a.jsonl.gz", gzip.compress(lines("x") * 100_000, mtime=0)[:-2000], "a.jsonl.gz cannot be read: Truncated"),
@@ -178,7 +179,9 @@ def test_mistakes_in_files_end_with_one_line(name, content, message, tmp_path):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError) as raised:
         tokenize(str(tmp_path / name), tmp_path / "out")
-    assert str(raised.value).startswith(str(tmp_path / message)) and "\n" not in str(raised.value)
+    assert str(raised.value).removeprefix("--input ").startswith(str(tmp_path / message)) and "\n" not in str(
+        raised.value
+    )
 
 
 TEXTS = [

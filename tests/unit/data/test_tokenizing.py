@@ -100,7 +100,7 @@ def test_the_first_documents_only(tmp_path, make_texts, write_parquet):
         assert [tokenizer.decode(ids[1:-1]) for ids in stored_documents(manifest)["train"]] == [
             tokenizer.decode(tokenizer.encode(text)) for text in texts[:20]
         ]
-    assert "its first 20 documents" in describe(manifest)
+    assert "at most 20 documents" in describe(manifest)
     with pytest.raises(UserError, match="max_documents = 20, this command has None"):
         tokenize(str(tmp_path), tmp_path / "out", validation_fraction=0)
 
@@ -170,14 +170,20 @@ def test_other_settings_are_not_taken_for_finished(parquet_folder, tmp_path, tin
             tokenize(**{"sources": str(parquet_folder), "output": tmp_path / "out"} | change)
 
 
-@pytest.mark.parametrize("change", ["new", "longer", "lost"])
+@pytest.mark.parametrize("change", ["new", "of the same name and size", "longer", "lost"])
 def test_other_files_are_not_taken_for_finished(change, tmp_path, write_parquet):
     source = tmp_path / "in"
     for name in "ab":
         write_parquet(source / f"{name}.parquet", [name])
     tokenize(str(source), source / "out")
     name = "c" if change == "new" else "b"
-    (source / "b.parquet").unlink() if change == "lost" else write_parquet(source / f"{name}.parquet", ["more"] * 99)
+    if change == "lost":
+        (source / "b.parquet").unlink()
+    elif change == "of the same name and size":
+        (source / "more").mkdir()
+        write_parquet(source / "more" / "b.parquet", ["b"])
+    else:
+        write_parquet(source / f"{name}.parquet", ["more"] * 99)
     with pytest.raises(
         UserError, match=rf"out was started with other files .*: {name}\.parquet is new, changed or gone"
     ):

@@ -52,8 +52,9 @@ def test_answers_of_the_nine_tasks(ours, theirs, plain_run, evaluation_data):
 def test_of_a_too_long_answer_the_end_is_scored(ours, pc_run, context, caplog):
     """lm-eval's own class fails; here the last 256 tokens count, each given those of the last 257 that precede it."""
     texts = [" word" * words + " and an end" for words in (10, 300, 400)]
-    found = ours.loglikelihood([Instance("loglikelihood", {}, (context, text), i) for i, text in enumerate(texts)])
-    assert "2 answers have more tokens than the model's maximum of 256: only their ends are scored" in caplog.text
+    asked = [(context, text) for text in texts] + [(" word" * 300, " an end")]
+    found = ours.loglikelihood([Instance("loglikelihood", {}, pair, i) for i, pair in enumerate(asked)])
+    assert "3 questions with answer have more tokens than the model's maximum of 256: it sees their ends" in caplog.text
     ids = torch.tensor([ours.tok_encode(context + texts[2])[-257:]])
     with torch.no_grad():
         log_p = pc_run.model(ids[:, :-1]).float().log_softmax(-1)  # the trainer's

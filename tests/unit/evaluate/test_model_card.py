@@ -77,7 +77,7 @@ def test_the_card_names_all_data_of_a_mixture(run, tmp_path, data_folder):
     content["data"]["path"] = {str(folder): 1.0 for folder in (data_folder, other, tmp_path / "gone")}
     config.write_text(tomli_w.dumps(content))
     card = (hugging_face.export(run, tmp_path / "out") / "README.md").read_text()
-    assert ", owner/books, unknown, since gone is gone |" in card
+    assert ", owner/books, unknown, since gone was not there at the export |" in card
     assert yaml.safe_load(card.split("---\n")[1])["datasets"] == ["owner/books"]
 
 
