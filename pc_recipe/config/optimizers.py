@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Kind:
-    """What the trainer needs to know about an optimizer. Its own keys begin with its name: "muon_" for "Muon"."""
+    """What the trainer needs to know about an optimizer."""
 
     build: "Callable[[list[dict], OptimizerSection], torch.optim.Optimizer]"
     """Makes the optimizer of parameter groups, which say their rate and decay; imports torch when it is called."""

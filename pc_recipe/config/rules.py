@@ -11,7 +11,7 @@ from pc_recipe.config.schema import Config
 FLOAT8 = "quantize.linear.float8"
 _SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble")
 _IN_ROUNDS = ("Interleaved1F1B", "InterleavedZeroBubble")
-"""Of some as many microbatches as ranks each; all have equally many."""
+"""Their microbatches run in rounds of about as many as there are ranks, all equally long."""
 _ONE_STAGE_PER_RANK = ("1F1B", "GPipe")
 """The others have two."""
 

@@ -36,7 +36,7 @@ INSTEAD = {
     "parallelism.fsdp_reshard_after_forward": "parallelism.fsdp_sync",
     "training.dataset": "data.path",
     "training.dataset_path": "data.path",
-    "training.dtype": "training.mixed_precision_param; raw weights are float32",
+    "training.dtype": "training.mixed_precision_param; W is float32",
     "validation.dataset": "data.validation_path",
     "validation.dataset_path": "data.validation_path",
     "validation.steps": "data.validation_sequences",

@@ -41,7 +41,7 @@ def require_same_run(checkpoint: CheckpointFolder, pc: PC, optimizers: set[str])
     """Check that a checkpoint is of the same method and optimizer before a resume.
 
     Args:
-        optimizers: kinds in use, "adamw" and "muon".
+        optimizers: kinds in use, in small letters.
 
     Raises:
         UserError: names the setting or the optimizers that differ.

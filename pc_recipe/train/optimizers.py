@@ -115,12 +115,9 @@ class LRSchedulers(LRSchedulersContainer):
         for kind, scheduler in zip(self._kinds, self.schedulers, strict=True):
             assert isinstance(scheduler, LambdaLR)
             scheduler.last_epoch = state_dict[kind]["last_epoch"]
-            scheduler._last_lr = [  # which TorchTitan logs
-                lr * factor(scheduler.last_epoch)
-                for lr, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
-            ]
-            for group, lr in zip(scheduler.optimizer.param_groups, scheduler._last_lr, strict=True):
-                group["lr"] = lr
+            groups = scheduler.optimizer.param_groups
+            for group, peak, factor in zip(groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
+                group["lr"] = peak * factor(scheduler.last_epoch)
 
 
 def build_schedulers(optimizers: Optimizers, titan: Any, training_steps: int) -> LRSchedulers:

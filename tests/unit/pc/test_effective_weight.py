@@ -7,7 +7,7 @@ from pc.spectral import EPSILON, power_iteration, spectral_norm_estimate
 
 pytestmark = pytest.mark.fast
 
-LEVELS = [1, 2, 3, 4, "polar_express"]
+LEVELS = [*maps.LEVELS]
 
 
 def _config(level=4, **kwargs):

@@ -4,14 +4,14 @@ import pytest
 import torch
 
 from helpers.toy import leading_vectors
-from pc import PCConfig, effective_weight
+from pc import PCConfig, effective_weight, maps
 from pc.method import method_of
 from pc.polynomial import gram_matrix
 from pc.spectral import power_iteration, second_opinion
 
 pytestmark = pytest.mark.fast
 
-LEVELS = [1, 2, 3, 4, "polar_express"]
+LEVELS = [*maps.LEVELS]
 OPTIONS = pytest.mark.parametrize("recovery, with_gamma", [(True, True), (False, True), (True, False), (False, False)])
 SHAPES = pytest.mark.parametrize("shape", [(6, 9), (9, 6), (7, 7)])
 

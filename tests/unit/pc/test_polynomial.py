@@ -5,7 +5,7 @@ from pc import maps, polynomial
 
 pytestmark = pytest.mark.fast
 
-LEVELS = [*maps.COEFFICIENTS, "polar_express"]
+LEVELS = [*maps.LEVELS]
 
 
 def _matrix(n, m, batch=(), seed=0):

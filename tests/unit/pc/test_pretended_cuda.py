@@ -11,7 +11,7 @@ import pc
 from helpers import pretended_cuda
 from helpers.ranks import run_ranks
 from helpers.toy import ToyBlock
-from pc import PCConfig
+from pc import PCConfig, maps
 from pc.method import method_of
 from pc.optim.muon import Muon
 
@@ -20,7 +20,7 @@ _mesh: DeviceMesh | None = None
 
 
 def _passes(strict):
-    cases = [(level, "tf32", (8, 24)) for level in (1, 2, 3, 4, "polar_express")]
+    cases = [(level, "tf32", (8, 24)) for level in maps.LEVELS]
     cases += [(4, "float32", (24, 8)), (4, "float32", (8, 8))]
     for level, compute_dtype, (n, m) in cases:
         weight, gradient = (torch.empty(3, n, m, device="cuda") for _ in range(2))

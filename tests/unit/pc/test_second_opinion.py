@@ -8,7 +8,7 @@ import torch
 
 import pc
 from pc import PCConfig
-from pc.maps import COEFFICIENTS, evaluate, reach, resolve
+from pc.maps import LEVELS, evaluate, reach, resolve
 from pc.method import method_of
 from pc.spectral import power_iteration
 
@@ -95,7 +95,7 @@ def test_whatever_w_is():
     assert not found > 0  # nothing is replaced for a NaN, which the trainer names
 
 
-@pytest.mark.parametrize("level", [*COEFFICIENTS, "polar_express", (1.5, -0.5)])
+@pytest.mark.parametrize("level", [*LEVELS, (1.5, -0.5)])
 def test_maps_are_bounded_up_to_their_reach(level):
     map = resolve(level)
     values = [abs(evaluate(map, reach(level) * i / 1000)) for i in range(1001)]
