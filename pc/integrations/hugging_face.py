@@ -62,9 +62,17 @@ class PCTrainerMixin(Trainer):
         """
         preconditioner = self.preconditioner
         super()._load_from_checkpoint(resume_from_checkpoint, model)
-        try:
-            preconditioner.require_loaded()
-        except UserError as error:
-            raise UserError(
-                f"{resume_from_checkpoint}: {error}; it is of a plain model, or of one that transformers saves under other names"
-            ) from None
+        _require_loaded(preconditioner, resume_from_checkpoint)
+
+    def _load_best_model(self) -> None:
+        super()._load_best_model()
+        _require_loaded(self.preconditioner, self.state.best_model_checkpoint)
+
+
+def _require_loaded(preconditioner: Preconditioner, checkpoint: Any) -> None:
+    try:
+        preconditioner.require_loaded()
+    except UserError as error:
+        raise UserError(
+            f"{checkpoint}: {error}; it is of a plain model, or of one that transformers saves under other names"
+        ) from None

@@ -25,7 +25,7 @@ from pc_recipe.files.lock import is_locked, lock
 from pc_recipe.files.own_code import own_code
 from pc_recipe.files.run_folder import find_newest_step, read_state, write_failure
 from pc_recipe.plan.allocation import TRAIN_SCRIPT, Allocation
-from pc_recipe.plan.check import check_data, check_layout, check_on_ranks, check_settings, estimate_hours
+from pc_recipe.plan.check import check_data, check_layout, check_on_ranks, check_settings, estimate_hours, has_finished
 from pc_recipe.runs import launch
 from pc_recipe.runs.nodes import Nodes, find_gloo_interface
 from pc_recipe.runs.run import Run
@@ -50,6 +50,8 @@ def submit_run(config: str, overrides: Sequence[str], allocation: Allocation, qu
     check_data(report)
     check_layout(report, allocation.world_size)
     report.raise_errors(f"{config}: ")
+    if has_finished(resolved):
+        return f"{resolved.job.dump_folder} has finished before; to train on, raise training.steps"
     check_on_ranks(report, allocation.gpu_gib)
     report.raise_errors(f"{config}: ")
     if allocation.gpus_per_node:  # the estimate is of GPUs

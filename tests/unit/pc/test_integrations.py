@@ -275,3 +275,8 @@ def test_a_trainer_goes_back_to_its_best_model_and_on_from_there(tmp_path):
     assert all(torch.equal(found[name], tensor) for name, tensor in stored[0].items()) and not same(*stored)
     trainer.train()
     assert not torch.equal(*(state["model.layers.0.mlp.up_proj.weight"] for state in (stored[0], found)))
+    file = f"{trainer.state.best_model_checkpoint}/model.safetensors"
+    save_file({name: t for name, t in stored[0].items() if "up_proj" not in name}, file, {"format": "pt"})
+    trainer.evaluate()
+    with pytest.raises(UserError, match="up_proj was not loaded with its W"):
+        trainer._load_best_model()

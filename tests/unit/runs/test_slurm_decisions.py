@@ -10,7 +10,9 @@ import pytest
 
 from helpers.tiny import ROOT
 from pc.errors import UserError, exit_on_user_error
+from pc_recipe.config import load_config, write_config
 from pc_recipe.files.lock import join_lock, lock
+from pc_recipe.files.run_folder import write_state
 from pc_recipe.plan import micro_batch
 from pc_recipe.plan.allocation import Allocation
 from pc_recipe.runs import slurm
@@ -235,6 +237,14 @@ def test_a_job_trains_and_judges_the_run_that_was_submitted(monkeypatch, tmp_pat
     submitted = slurm.read_run(sent[0][-1:])
     assert submitted.folder == tmp_path / "first" and submitted.resolved.training.steps == 3
     assert "NGPU" not in sent[1] and found == [79.0]  # not None, which is a GPU of this machine
+    if change == "edited":
+        run = tmp_path / "second"
+        write_config(load_config(config, words), run / "config.toml")
+        write_state(run, "finished", 3, 3)
+        (run / "checkpoint" / "step-3").mkdir(parents=True)
+        (run / "checkpoint" / "step-3" / ".metadata").touch()
+        assert "second has finished before" in slurm.submit_run(str(config), words, Allocation(1, 8, []))
+        assert len(sent) == 2
 
 
 def test_submit_says_what_a_dry_run_says(command, monkeypatch, tmp_path, tiny_shards):
