@@ -14,6 +14,7 @@ for step in ...:
 import math
 import statistics
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -72,18 +73,27 @@ class Diagnostics:
         self._replaced = self._said = 0.0
         watched = config.pc.blocks if self._settings.spectra_freq else ()
         self._update = UpdateSizes(model_parts, watched, self._stage_ranks)
-        self.factors = self._list_factors()
+        self._numbers = self._list_numbers()
+        self.factors = [factor for factors, _ in self._numbers for factor in factors] + self._update.factors
         """name and factor of each number of `measure`, for `RankNumbers`"""
 
-    def _list_factors(self) -> list[tuple[str, float]]:
-        outputs = [] if self._outputs is None else self._outputs.outputs
-        factors = [(WEIGHT, 1.0)]
+    def _list_numbers(self) -> list[tuple[list[tuple[str, float]], Callable[[], Tensor]]]:
+        """Of each measurement the names and factors of its numbers, and what computes them on this rank. To log another, add
+        it here, and its metric in `_metrics_of_numbers`."""
+        numbers: list[tuple[list[tuple[str, float]], Callable[[], Tensor]]] = [([(WEIGHT, 1.0)], self._squared_weights)]
         if self._preconditioner is not None:
-            factors += [(REPLACED, 1.0 / self._replicas), (WORST, 1.0)]
+            factors = [(REPLACED, 1.0 / self._replicas), (WORST, 1.0)]
+            numbers.append((factors, self._preconditioner.take_estimates))
         for name, gamma in self._gammas.items():  # the numbers of one name add up, over all ranks, to the mean gamma
-            factors += [(GAMMA + name, share_of(gamma, self._stage_ranks) / gamma.numel())] * local(gamma).numel()
-        factors += [(f"{size}/{part}/{layer}", 1.0) for layer, part in outputs for size in SIZES]
-        return factors + self._update.factors
+            share = share_of(gamma, self._stage_ranks) / gamma.numel()
+            numbers.append(([(GAMMA + name, share)] * local(gamma).numel(), partial(local, gamma)))
+        if self._outputs is not None and self._outputs.outputs:
+            factors = [(f"{size}/{part}/{layer}", 1.0) for layer, part in self._outputs.outputs for size in SIZES]
+            numbers.append((factors, self._outputs.stop))
+        return numbers
+
+    def _squared_weights(self) -> Tensor:
+        return self._squared_norm.of_parameters({f"{name}.weight" for name in self._pc_weights()}).float()
 
     def begin_step(self, step: int, measure_outputs: bool = True) -> None:
         """Call in every step before the first forward pass. `measure_outputs=False` skips the output sizes."""
@@ -114,12 +124,7 @@ class Diagnostics:
         zeros = local(next(self._model_parts[0].parameters())).new_zeros
         numbers = [zeros(len(self.factors) - update)]
         if self._is_due(step, self._settings.freq):
-            effective = {f"{name}.weight" for name in self._pc_weights()}
-            numbers = [self._squared_norm.of_parameters(effective).float().reshape(1)]
-            numbers += [] if self._preconditioner is None else [self._preconditioner.take_estimates()]
-            numbers += map(local, self._gammas.values())
-            if self._outputs is not None and self._outputs.outputs:
-                numbers.append(self._outputs.stop().flatten())
+            numbers = [compute().flatten() for _, compute in self._numbers]
         return [*numbers, *(self._update.stop() or [zeros(update)])]
 
     @torch.no_grad()
