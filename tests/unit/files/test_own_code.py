@@ -65,7 +65,7 @@ def test_commands_start_processes_so(start, folder, monkeypatch, tmp_path):
         done = subprocess.CompletedProcess([], 0, "1", "")
         monkeypatch.setattr(subprocess, "run", lambda *_, env, **__: given.append(env) or done)
     if start == "job":
-        slurm.submit_job(tmp_path / "run", [], ["c.toml"])
+        slurm.submit_job(tmp_path / "run", [], [])
     if start == "pip":
         with pytest.raises(ValueError):
             wheel.download_wheel("none", "", tmp_path)
