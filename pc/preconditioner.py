@@ -413,7 +413,7 @@ class Preconditioner:
             self._note_versions()
             return
         self._stepped.add(optimizer)
-        if self._stepped.issuperset(one for one in self._hooks if self._trained_by(one)):
+        if not any(map(self._trained_by, self._hooks.keys() - self._stepped)):  # all that hold some have stepped
             self._write(advance=True, share=True)
         else:
             self._note_versions()

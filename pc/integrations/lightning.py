@@ -36,7 +36,9 @@ class PCCallback(Callback):
 
     def on_fit_start(self, trainer, pl_module) -> None:
         if self.preconditioner is None and not trainer.strategy.restore_checkpoint_after_setup:
-            raise UserError("a checkpoint of this run could not be loaded: call pc.attach in the module's __init__")
+            raise UserError(
+                "the module had no PC when it was set up, so no checkpoint could load: call pc.attach in its __init__"
+            )
         self._start(trainer, pl_module)
         self.preconditioner.note_loaded()  # DDP has set all weights, to the values that they had
         self.preconditioner.follow(*trainer.optimizers)

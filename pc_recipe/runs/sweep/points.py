@@ -52,8 +52,8 @@ def _require_up_to_date(file: Path, known: dict[Path, str]) -> None:
         run, state = config.parent, read_state(config.parent).state
         if state in ("finished", "diverged") and known.get(run.resolve()) != state:
             raise UserError(
-                f"{file} is older than {run.relative_to(file.parent)}, which has {state}; scripts/sweep.py select renews it, if the sweep still has "
-                "that run; else move its folder away"
+                f"{file} is older than {run.relative_to(file.parent)}, which has {state}; scripts/sweep.py select renews it, if "
+                "the sweep still has that run; else move its folder away"
             )
 
 

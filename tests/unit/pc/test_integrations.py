@@ -261,7 +261,7 @@ def test_a_network_that_lightning_makes_after_a_checkpoint_is_loaded_is_refused(
         def configure_model(self):
             self.net = Net().net
 
-    with pytest.raises(UserError, match="call pc.attach in the module's __init__"):
+    with pytest.raises(UserError, match="call pc.attach in its __init__"):
         lightning_trainer(PCCallback(), max_epochs=1).fit(Late())
 
 
