@@ -2,8 +2,8 @@
 
 python -m experiments.verdict.collect 20 outputs/sweeps/verdict_a_* outputs/sweeps/verdict_more_*
 
-The first word is the study: 5, 20, again, cells, recovery, 40 or width-32. A row is one of `python -m experiments collect`, and `matrices`:
-the last line of the run's log (`experiments.verdict.arms`), without the singular values.
+The first word is the study: 5, 20, again, cells, recovery, 40 or width-32. A row is one of `python -m experiments collect`,
+and `matrices`: the last line of the run's log (`experiments.verdict.arms`), without the singular values.
 """
 
 import argparse

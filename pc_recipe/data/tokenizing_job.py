@@ -202,13 +202,8 @@ def _require_same_files(sources: list[str], settings: dict, units: list[Unit], o
         return
     if settings["max_documents"]:
         paths = paths[:1]
-    present, known = (
-        Counter(files)  # two files may have the same name and size
-        for files in (
-            ((Path(path).name, size_of(path)) for path in paths),
-            ((file["name"], file["size"]) for file in settings["files"]),
-        )
-    )
+    present = Counter((Path(path).name, size_of(path)) for path in paths)  # two files may have the same name and size
+    known = Counter((file["name"], file["size"]) for file in settings["files"])
     changed = sorted((present - known) + (known - present))
     if present and changed:
         raise UserError(
