@@ -22,7 +22,6 @@ from pc_recipe.config.headline import headline
 from pc_recipe.evaluate import plain_weights
 from pc_recipe.evaluate.generate import continue_text
 from pc_recipe.evaluate.hugging_face import load_checkpoint
-from pc_recipe.files import look
 from pc_recipe.files.atomic import write_atomically
 from pc_recipe.files.plots import legend_below, save, short_tokens, subplots
 from pc_recipe.files.run_folder import find_newest_checkpoint, read_environment, read_state
@@ -221,9 +220,7 @@ def _more(logs: Sequence[RunLog]) -> list[str]:
 
 def _sweeps(folders: Sequence[Path], baselines: Sequence[RunLog]) -> list[str]:
     """The final losses of each setting of sweeps, by as much of their folders' paths as is needed."""
-    names = unique_names(
-        [folder.resolve() if look.is_folder(folder) else folder.resolve().parent for folder in folders]
-    )
+    names = unique_names([folder.resolve() for folder in folders])
     parts = []
     for name, folder in zip(names, folders, strict=True):
         panels = points.panels(points.read_results(folder), baselines)

@@ -17,21 +17,20 @@ from pc_recipe.files.run_log import VALIDATION, RunLog, unique_names
 from pc_recipe.runs.sweep.spec import label
 
 
-def read_results(source: Path) -> list[dict]:
-    """Lines of `results.jsonl` (a sweep's folder or the file itself), one per finished or diverged run.
+def read_results(folder: Path) -> list[dict]:
+    """Lines of `results.jsonl` in a sweep's folder, one per finished or diverged run.
 
     The loss is null or absent if the run diverged or was not validated.
 
     Raises:
         UserError: no such file, one of other content, or one that is older than a run of its folder.
     """
-    file = source / "results.jsonl" if look.is_folder(source) else source
+    file = folder / "results.jsonl"
     if not look.is_file(file):
         raise UserError(f"{file}: no such file; scripts/sweep.py select writes it into the sweep's folder")
     results = read_json_lines(file)
-    if file != source:
-        states = {(source / result.get("name", "")).resolve(): result.get("state", "finished") for result in results}
-        _require_up_to_date(file, states)
+    states = {(folder / result.get("name", "")).resolve(): result.get("state", "finished") for result in results}
+    _require_up_to_date(file, states)
     return results
 
 

@@ -231,8 +231,9 @@ def test_results_that_are_older_than_a_run_are_refused(tmp_path):
     write_state(sweep / "False-0.002" / "seed-1", "finished", 5, 5)  # it was tried again
     with pytest.raises(UserError, match="results.jsonl is older than False-0.002/seed-1, which has finished"):
         evidence.collect([sweep], "study", tmp_path / "kept")
-    with pytest.raises(UserError, match="config.toml: should have a JSON object in each line"):
-        read_results(sweep / "False-0.002" / "seed-0" / "config.toml")
+    (sweep / "results.jsonl").write_text("a = 1\n")
+    with pytest.raises(UserError, match="results.jsonl: should have a JSON object in each line"):
+        read_results(sweep)
 
 
 def test_rates_whose_tuning_seeds_have_not_all_run_are_still_reported(tmp_path):
