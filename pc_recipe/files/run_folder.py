@@ -82,6 +82,11 @@ def write_failure(folder: str | Path, reason: str, step: int = 0, state: State =
         write_state(folder, state, max(step, known.step), known.steps, reason)
 
 
+def list_runs(folder: Path) -> list[Path]:
+    """The folders of all runs in a folder, at any depth but not behind links, sorted."""
+    return sorted(Path(entry).parent for entry in look.everything_in(folder) if entry.name == "config.toml")
+
+
 def list_configs(run: Path) -> list[Path]:
     """config.toml, and the different ones, config.1.toml and so on, with which earlier parts of a run were trained."""
     return [run / "config.toml", *(run / name for name in look.names(run) if _EARLIER.fullmatch(name))]

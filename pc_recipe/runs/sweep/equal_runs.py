@@ -138,12 +138,8 @@ def _knows_start(key: dict[str, Any]) -> bool:
 
 def _read_started_runs(roots: Sequence[Path]) -> dict[Path, dict[str, Any]]:
     """{folder: result key} of all started runs below `roots`, without links."""
-    keys = {}
-    for root in filter(look.is_folder, roots):
-        for folder, _, files in os.walk(root, onerror=look.refuse):
-            if "config.toml" in files and (key := read_result_key(Path(folder))) is not None:
-                keys[Path(folder)] = key
-    return keys
+    keys = {folder: read_result_key(folder) for root in roots for folder in run_folder.list_runs(root)}
+    return {folder: key for folder, key in keys.items() if key is not None}
 
 
 def take_over(sweeps: Sequence[Sweep], world_size: int | None = None) -> None:

@@ -12,7 +12,7 @@ import pandas as pd
 from pc.errors import UserError
 from pc_recipe.files import look
 from pc_recipe.files.plots import save, subplots
-from pc_recipe.files.run_folder import read_state
+from pc_recipe.files.run_folder import list_runs, read_state
 from pc_recipe.files.run_log import VALIDATION, RunLog, unique_names
 from pc_recipe.runs.sweep.spec import label
 
@@ -47,8 +47,8 @@ def read_json_lines(file: Path) -> list[dict]:
 def _require_up_to_date(file: Path, known: dict[Path, str]) -> None:
     """Array tasks of SLURM do not write the sweep's results when they end. `known`: {folder: state}; where a sweep has grown,
     runs of new names are links to earlier ones."""
-    for config in (found for found in look.files_below(file.parent) if found.name == "config.toml"):
-        run, state = config.parent, read_state(config.parent).state
+    for run in list_runs(file.parent):
+        state = read_state(run).state
         if state in ("finished", "diverged") and known.get(run.resolve()) != state:
             raise UserError(
                 f"{file} is older than {run.relative_to(file.parent)}, which has {state}; scripts/sweep.py select renews it, if "

@@ -1,10 +1,29 @@
 """What a run's folder says of itself."""
 
 import json
+import os
 
 import pytest
 
-from pc_recipe.files.run_folder import find_newest_step, read_parts
+from pc_recipe.files.run_folder import find_newest_step, list_runs, read_parts
+
+
+def test_runs_are_found_while_another_process_deletes_a_checkpoint(tmp_path, monkeypatch):
+    """A sweep looks for equal runs, and other runs train meanwhile."""
+    gone, real = tmp_path / "one" / "checkpoint" / "step-1.purged", os.scandir
+    gone.mkdir(parents=True)
+    for run in ("one", "one/two"):
+        (tmp_path / run).mkdir(exist_ok=True)
+        (tmp_path / run / "config.toml").touch()
+
+    def scandir(path):
+        if path == str(gone):
+            gone.rmdir()
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    assert list_runs(tmp_path) == [tmp_path / "one", tmp_path / "one" / "two"]
+    assert not gone.exists()
 
 
 def test_a_run_without_checkpoints_has_no_step_wherever_the_command_runs(tmp_path, monkeypatch):
