@@ -41,10 +41,11 @@ class FolderSequences:
     def __init__(self, manifest: Manifest, split: str, seq_len: int, seed: int):
         self.stream = TokenStream(manifest, split)
         self.seq_len, self.seed = seq_len, seed
-        self.length = (len(self.stream) - 1) // seq_len
+        tokens = manifest.tokens(split)
+        self.length = (tokens - 1) // seq_len
         if self.length < 1:
             raise UserError(
-                f"the {split} split of {manifest.folder} has {len(self.stream)} tokens, too few for one sequence of "
+                f"the {split} split of {manifest.folder} has {tokens} tokens, too few for one sequence of "
                 f"seq_len + 1 = {seq_len + 1}"
             )
 

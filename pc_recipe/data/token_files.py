@@ -10,7 +10,7 @@ import hashlib
 import io
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
@@ -113,16 +113,11 @@ class TokenStream:
         self.shards = manifest.shards[split]
         self.ends = list(accumulate(shard.tokens for shard in self.shards))  # [shards]
 
-    def __len__(self) -> int:
-        return self.ends[-1] if self.ends else 0
-
     def read(self, start: int, stop: int) -> np.ndarray:
         """Tokens start … stop - 1, possibly from several shards [stop - start]."""
-        return np.concatenate(list(self._pieces(start, stop)))
-
-    def _pieces(self, start: int, stop: int) -> Iterator[np.ndarray]:
-        number = bisect_right(self.ends, start)
+        number, pieces = bisect_right(self.ends, start), []
         while start < stop:
             shard, end = self.shards[number], self.ends[number]
-            yield read_tokens(self.manifest, shard, start - (end - shard.tokens), min(stop, end) - start)
+            pieces.append(read_tokens(self.manifest, shard, start - (end - shard.tokens), min(stop, end) - start))
             start, number = end, number + 1
+        return np.concatenate(pieces)
