@@ -78,7 +78,7 @@ def _score_model(
     write_atomically(file, json.dumps(results, indent=2) + "\n")  # a folder that cannot be written shows now
     for number, task in enumerate(missing, start=1):
         _print_progress(f"{name}: {task} ({number} of {len(missing)})")
-        scored[task] = tasks.score(lm, tasks.load([task], data), limit)[task] | {
+        scored[task] = tasks.score(lm, tasks.load(task, data), limit) | {
             "data": sets[task],
             "variant": tasks.variant_of(task, data),
             "commit": read_commit(),

@@ -9,7 +9,6 @@ from typing import Any
 import lm_eval
 from datasets import Dataset
 from lm_eval.api.model import LM
-from lm_eval.api.task import ConfigurableTask
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks.manager import TaskDict
 
@@ -56,22 +55,14 @@ def variant_of(name: str, data: str | Path | None) -> str:
     return "" if "\\n" in data_file(name, data).read_text() else "text without line breaks"
 
 
-def load(names: Sequence[str], data: str | Path | None) -> TaskDict:
-    """Tasks with their documents, zero-shot, as `score` takes them.
+def load(name: str, data: str | Path | None) -> TaskDict:
+    """A task with its documents, zero-shot, as `score` takes it.
 
     Prompts, answers and metrics are lm-eval's own. data: folder of `<task>.jsonl` files; None is the Hub.
 
     Raises:
-        UserError: an unknown task, a missing or unreachable set, or a local set that is not the task's.
+        UserError: a missing or unreachable set, or a local set that is not the task's.
     """
-    require_known(names)
-    # Only their folders: reading lm-eval's thousands of task files takes ten seconds.
-    folders = sorted({str(files("lm_eval.tasks").joinpath(folder)) for _, _, folder in _TASKS.values()})
-    manager = TaskManager(include_path=folders, include_defaults=False)
-    return {"tasks": {name: _load_one(name, data, manager) for name in names}, "groups": {}, "group_map": {}}
-
-
-def _load_one(name: str, data: str | Path | None, manager: TaskManager) -> ConfigurableTask:
     settings: dict[str, Any] = {"task": name, "num_fewshot": 0}
     if name == "lambada_openai":
         # Without perplexity: bootstrapping its error takes longer than scoring.
@@ -83,6 +74,8 @@ def _load_one(name: str, data: str | Path | None, manager: TaskManager) -> Confi
             return {"test": Dataset.from_list([json.loads(line) for line in file.read_bytes().splitlines()])}
 
         settings |= {"custom_dataset": read, "test_split": "test", "training_split": None, "validation_split": None}
+    # Only its folder: reading lm-eval's thousands of task files takes ten seconds.
+    manager = TaskManager(include_path=str(files("lm_eval.tasks").joinpath(_TASKS[name][2])), include_defaults=False)
     try:
         # lm-eval changes a task's settings only for the members of a group
         task = manager.load({"group": f"{name} zero-shot", "task": [settings]})["tasks"][name]
@@ -93,26 +86,24 @@ def _load_one(name: str, data: str | Path | None, manager: TaskManager) -> Confi
             message = f"{file}: not JSON lines of {name} ({reason})"
         raise UserError(message) from None
     task.set_fewshot_seed(seed=0)
-    return task
+    return {"tasks": {name: task}, "groups": {}, "group_map": {}}
 
 
-def score(lm: LM, tasks: TaskDict, limit: int | None) -> dict[str, dict[str, Any]]:
-    """For each task: version, items, items_in_set, its metrics with standard errors (None for one item), and for each item
-    in order 1 or 0, by which two models are compared.
+def score(lm: LM, task: TaskDict, limit: int | None) -> dict[str, Any]:
+    """Version, items, items_in_set, its metrics with standard errors (None for one item), and for each item in order 1 or
+    0, by which two models are compared.
 
-    limit: only the first items of each task; None is all.
+    limit: only the first items; None is all.
     """
-    evaluated = lm_eval.evaluate(lm, tasks, limit=limit, log_samples=True)
-    scores = {}
-    for name in tasks["tasks"]:
-        items, results = evaluated["n-samples"][name], evaluated["results"][name]
-        scores[name] = {"version": evaluated["versions"][name], "items": items["effective"]}
-        scores[name] |= {"items_in_set": items["original"]}
-        for metric in ("acc", "acc_norm"):
-            if f"{metric},none" in results:
-                error = results[f"{metric}_stderr,none"]
-                scores[name][metric] = float(results[f"{metric},none"])
-                scores[name][f"{metric}_stderr"] = error if isinstance(error, float) else None
-                samples = sorted(evaluated["samples"][name], key=lambda sample: sample["doc_id"])
-                scores[name][f"{metric}_of_items"] = "".join(str(int(sample[metric])) for sample in samples)
+    evaluated = lm_eval.evaluate(lm, task, limit=limit, log_samples=True)
+    (name,) = task["tasks"]
+    items, results = evaluated["n-samples"][name], evaluated["results"][name]
+    scores = {"version": evaluated["versions"][name], "items": items["effective"], "items_in_set": items["original"]}
+    for metric in ("acc", "acc_norm"):
+        if f"{metric},none" in results:
+            error = results[f"{metric}_stderr,none"]
+            scores[metric] = float(results[f"{metric},none"])
+            scores[f"{metric}_stderr"] = error if isinstance(error, float) else None
+            samples = sorted(evaluated["samples"][name], key=lambda sample: sample["doc_id"])
+            scores[f"{metric}_of_items"] = "".join(str(int(sample[metric])) for sample in samples)
     return scores

@@ -28,11 +28,10 @@ def ours(pc_run):
 
 def answers(lm, data, names=tuple(tasks.METRICS)):
     """{(task, item, answer): (log-likelihood, greedy)}"""
-    samples = lm_eval.evaluate(lm, tasks.load(list(names), data), bootstrap_iters=0)["samples"]
     return {
         (name, item["doc_id"], index): tuple(answer)
-        for name, items in samples.items()
-        for item in items
+        for name in names
+        for item in lm_eval.evaluate(lm, tasks.load(name, data), bootstrap_iters=0)["samples"][name]
         for index, answer in enumerate(item["filtered_resps"])
     }
 
