@@ -91,18 +91,14 @@ class Sequences:
         """Sequences of all folders."""
         return sum(folder.length for folder in self.folders)
 
-    def tokens(self, position: int) -> np.ndarray:
-        """The tokens at a position [seq_len + 1]."""
-        folder, place = self.mixture.locate(position) if self.mixture else (0, position)
-        return self.folders[folder].tokens(place)
-
     def batch(self, positions: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Inputs and labels, int64 [B, seq_len] each; beyond `limit`, labels are `IGNORED_LABEL`."""
         shape = len(positions), self.seq_len
         inputs, labels = (np.empty(shape, dtype=np.int64) for _ in range(2))
         for row, position in enumerate(positions):
             if self.limit is None or position < self.limit:
-                tokens = self.tokens(position)
+                folder, place = self.mixture.locate(position) if self.mixture else (0, position)
+                tokens = self.folders[folder].tokens(place)
                 inputs[row] = tokens[:-1]
                 labels[row] = tokens[1:]
             else:
