@@ -174,10 +174,7 @@ def from_tiktoken(name: str) -> Converted:
     model = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=not becomes_special))
     model.pre_tokenizer, model.decoder = words, decoders.ByteLevel()
     texts = [*(entry.decode(errors="ignore") for entry in ranks), *special]
-
-    def encode(texts: list[str]) -> list[list[int]]:
-        return [encoding.encode_ordinary(text) for text in texts]
-
+    encode = partial(encoding.encode_ordinary_batch, num_threads=1)
     return _compared("tiktoken", model, vocabulary, list(special), (None, END), encode, texts)
 
 
