@@ -32,7 +32,7 @@ def write_shard(folder: Path, split: str, name: str, tokens: np.ndarray, documen
     """Write tokens [total] of so many documents. The file is renamed into place when complete."""
     file = f"{split}/{name}.tokens.npy"
     path, buffer = folder / file, io.BytesIO()
-    np.save(buffer, tokens.astype(tokens.dtype.newbyteorder("<"), copy=False), allow_pickle=False)
+    np.save(buffer, tokens, allow_pickle=False)
     content = buffer.getvalue()
     write_atomically(path, content)
     return TokenShard(file, len(tokens), documents, len(content), hashlib.sha256(content).hexdigest())
