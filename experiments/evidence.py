@@ -32,7 +32,7 @@ from pc_recipe.config.run_key import all_values
 from pc_recipe.config.schema import Config
 from pc_recipe.files import look
 from pc_recipe.files.atomic import write_atomically
-from pc_recipe.files.run_log import VALIDATION, read_log, unique_names
+from pc_recipe.files.run_log import VALIDATION, read_logs, unique_names
 from pc_recipe.runs.sweep.points import read_json_lines, read_results
 from pc_recipe.runs.sweep.spec import label
 from pc_recipe.train.llama2 import Llama2, Llama2Args
@@ -63,7 +63,7 @@ def collect(sweeps: Sequence[Path], study: str, output: Path) -> int:
 def _line(study: str, sweep: Path, result: dict) -> dict | None:
     """A run's line; None if it was never validated and did not diverge."""
     folder = sweep / result["name"] if look.is_folder(sweep / result["name"]) else Path(result["folder"])
-    run = read_log(folder)
+    (run,) = read_logs([folder])
     last = run.series(VALIDATION).tail(1)
     diverged = result.get("state") == "diverged" or last.isna().any()
     if last.empty and not diverged:

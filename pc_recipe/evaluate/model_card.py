@@ -18,7 +18,7 @@ from pc_recipe.evaluate.plain_weights import RunCheckpoint
 from pc_recipe.files import look, markdown
 from pc_recipe.files.plots import short_tokens
 from pc_recipe.files.run_folder import read_environment, read_first_config
-from pc_recipe.files.run_log import METRICS_FILE, VALIDATION, read_log
+from pc_recipe.files.run_log import VALIDATION, read_log
 from pc_recipe.train.run_tokenizer import data_folders, data_of
 
 _USE = """
@@ -121,8 +121,7 @@ def _describe_method(run: RunCheckpoint) -> str:
 
 def _read_logged(run: RunCheckpoint) -> list[tuple[str, str]]:
     """Tokens and losses that the run had logged last at this step; none without a log."""
-    folder = run.path.parent.parent
-    lines = read_log(folder).lines if look.is_file(folder / METRICS_FILE) else []
+    lines = read_log(run.path.parent.parent).lines
     last = {key: value for line in lines if line["step"] <= run.step for key, value in line.items()}
     keys = [key for key in ("loss", VALIDATION) if isinstance(last.get(key), float)]
     rows = [(key.replace("_", " "), f"{last[key]:.4f}") for key in keys]

@@ -55,14 +55,13 @@ class RunLog:
         return (taken * (taken.index - [0, *taken.index[:-1]])).cumsum()
 
 
-def read_log(path: str | Path, newest: int | None = None) -> RunLog:
-    """Read the metrics of a run folder, or a `metrics.jsonl` file: all lines or the `newest`, without damaged ones and
-    without those of steps that a resume has given up."""
-    path = Path(path)
-    file = path / METRICS_FILE if look.is_folder(path) else path
-    if not look.is_file(file):
-        raise UserError(f"{file}: no such file; give a run's folder, which holds {METRICS_FILE}")
-    newest_first = json_lines.read_back(file) if newest else reversed(json_lines.read(file))
+def read_log(run: str | Path, newest: int | None = None) -> RunLog:
+    """Read the metrics of a run's folder: all lines or the `newest`, none if nothing was logged yet, without damaged ones
+    and without those of steps that a resume has given up."""
+    file = Path(run, METRICS_FILE)
+    newest_first: Iterable[dict] = ()
+    if look.is_file(file):
+        newest_first = json_lines.read_back(file) if newest else reversed(json_lines.read(file))
     return RunLog(name=file.resolve().parent.name, file=file, lines=[*islice(_kept(newest_first), newest)][::-1])
 
 
@@ -78,8 +77,7 @@ def _kept(newest_first: Iterable[dict]) -> Iterator[dict]:
 
 def find_last_step(run: Path) -> int:
     """The last step that was logged; 0 without a log."""
-    lines = read_log(run, newest=1).lines if look.is_file(run / METRICS_FILE) else []
-    return max((line["step"] for line in lines), default=0)
+    return max((line["step"] for line in read_log(run, newest=1).lines), default=0)
 
 
 def note_start(run: Path, step: int) -> None:
@@ -88,9 +86,16 @@ def note_start(run: Path, step: int) -> None:
         json_lines.append(run / METRICS_FILE, {RESUMED_FROM: step})
 
 
-def read_logs(paths: Sequence[str | Path]) -> list[RunLog]:
-    """Several runs with unique names: as much of each folder's path as is needed. One given twice is read once."""
-    logs = {log.file.resolve().parent: log for log in map(read_log, paths)}
+def read_logs(runs: Sequence[str | Path]) -> list[RunLog]:
+    """Several runs with unique names: as much of each folder's path as is needed. One given twice is read once.
+
+    Raises:
+        UserError: one has no log.
+    """
+    logs = {log.file.resolve().parent: log for log in map(read_log, runs)}
+    for log in logs.values():
+        if not look.is_file(log.file):
+            raise UserError(f"{log.file}: no such file; give a run's folder, which holds {METRICS_FILE}")
     return [replace(log, name=name) for log, name in zip(logs.values(), unique_names(list(logs)), strict=True)]
 
 

@@ -7,7 +7,6 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 
-from pc.errors import UserError
 from pc_recipe.files import look
 from pc_recipe.files.run_folder import find_newest_checkpoint, read_state
 from pc_recipe.files.run_log import METRICS_FILE, VALIDATION, read_log
@@ -26,17 +25,15 @@ def describe_outcome(run: Path) -> str:
 
 def _describe_result(run: Path, step: int) -> str:
     """Losses, duration and speed, as far as they were logged."""
-    try:
-        log = read_log(run)
-    except UserError:
-        return f"Finished at step {step}."
+    log = read_log(run)
     found = [f"train loss {_number(loss)}" for loss in log.series("loss").tail(1)]
     found += [f"validation loss {_number(loss)}" for last, loss in log.series(VALIDATION).items() if last == step]
     for seconds in filter(None, log.seconds().tail(1)):
         tokens = round(log.series("step_seconds", "tokens").index[-1])
         found.append(f"{tokens:,} tokens in {timedelta(seconds=round(seconds))} of training steps")
         found.append(f"{tokens / seconds:,.0f} tokens/s")
-    return f"Finished at step {step}: {', '.join(found)}."
+    logged = f": {', '.join(found)}" if found else ""
+    return f"Finished at step {step}{logged}."
 
 
 def _number(loss: float) -> str:

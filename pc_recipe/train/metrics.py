@@ -196,7 +196,7 @@ class PCMetricsProcessor(MetricsProcessor):
     def _count_spikes(self, step: int, loss: float) -> dict[str, int]:
         """The number of spikes so far and, where one begins, its data positions, which are also logged."""
         if self._spikes is None:  # a resumed run continues the count
-            self._spikes = _spikes_so_far(Path(self.config.job.dump_folder, METRICS_FILE))
+            self._spikes = _spikes_so_far(Path(self.config.job.dump_folder))
         before, count = self._spikes.count, self._spikes.update(step, loss)
         if count == before:
             return {"loss_spikes": count}
@@ -213,12 +213,10 @@ class PCMetricsProcessor(MetricsProcessor):
             self.logger.log(metrics, step)
 
 
-def _spikes_so_far(file: Path) -> LossSpikes:
-    """The state after the losses in a file, from its newest lines and the number of spikes that they say."""
-    spikes = LossSpikes()
-    if look.is_file(file):
-        log = read_log(file, newest=LINES_FOR_SPIKES)
-        for step, loss in log.series("loss").items():
-            spikes.update(step, loss)
-        spikes.count = int(max(log.series("loss_spikes"), default=spikes.count))
+def _spikes_so_far(run: Path) -> LossSpikes:
+    """The state after the losses that a run has logged, from its newest lines and the number of spikes that they say."""
+    spikes, log = LossSpikes(), read_log(run, newest=LINES_FOR_SPIKES)
+    for step, loss in log.series("loss").items():
+        spikes.update(step, loss)
+    spikes.count = int(max(log.series("loss_spikes"), default=spikes.count))
     return spikes

@@ -116,10 +116,7 @@ def _print_state(run: Run, label: str) -> None:
 
 def _print_progress(run: Run, label: str) -> None:
     """Print the newest logged step, its loss and the time left."""
-    try:
-        lines = read_log(run.folder, newest=5).lines  # up to three per step
-    except UserError:
-        return  # nothing logged yet
+    lines = read_log(run.folder, newest=5).lines  # up to three per step
     for line in [line for line in lines if line.get("loss") is not None][-1:]:
         steps, left = read_state(run.folder).steps, describe_seconds(line.get("seconds_left"))
         print(f"{label}: step {line['step']}/{steps}  loss {line['loss']:.4f}  {left}".rstrip(), flush=True)

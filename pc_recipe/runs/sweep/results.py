@@ -6,10 +6,9 @@ from collections import Counter
 
 import pandas as pd
 
-from pc_recipe.files import look
 from pc_recipe.files.atomic import write_atomically
 from pc_recipe.files.run_folder import read_state
-from pc_recipe.files.run_log import METRICS_FILE, VALIDATION, RunLog, read_log
+from pc_recipe.files.run_log import VALIDATION, read_log
 from pc_recipe.runs.run import Run
 from pc_recipe.runs.sweep.spec import Sweep
 from pc_recipe.train.loss_spikes import LossSpikes
@@ -37,8 +36,7 @@ def read_result(run: Run) -> dict | None:
     state = read_state(run.folder)
     if state.state not in ("finished", "diverged"):
         return None
-    has_logged = look.is_file(run.folder / METRICS_FILE)
-    log = read_log(run.folder) if has_logged else RunLog(run.name, run.folder, [])  # it diverged in its first step
+    log = read_log(run.folder)
     validated = log.series(VALIDATION)
     losses, spikes = log.series("loss"), LossSpikes()
     for step, loss in losses.items():

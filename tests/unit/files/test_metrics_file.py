@@ -4,8 +4,9 @@ import json
 
 import pytest
 
+from pc.errors import UserError
 from pc_recipe.files import json_lines
-from pc_recipe.files.run_log import METRICS_FILE, note_start, read_log
+from pc_recipe.files.run_log import METRICS_FILE, find_last_step, note_start, read_log, read_logs
 
 LINES = [{"step": step, "loss": 1 / step, "text": "ä" * (step % 90)} for step in range(1, 1001)]
 
@@ -55,3 +56,10 @@ def test_of_the_newest_lines_only_the_end_is_read(run, monkeypatch):
     monkeypatch.setattr(json_lines.json, "loads", lambda text: read.append(text) or real(text))
     read_log(run, newest=9)
     assert len(read) < 15
+
+
+def test_a_run_without_a_log_has_no_lines_but_is_not_compared(tmp_path):
+    assert read_log(tmp_path).lines == read_log(tmp_path, newest=3).lines == []
+    assert find_last_step(tmp_path) == 0 and read_log(tmp_path).seconds().empty
+    with pytest.raises(UserError, match="metrics.jsonl: no such file; give a run's folder"):
+        read_logs([tmp_path])

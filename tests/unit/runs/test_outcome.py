@@ -15,3 +15,9 @@ def test_speed_is_of_the_steps_that_were_timed(tmp_path):
     assert describe_outcome(run).startswith(
         "Finished at step 29: train loss 2.8000, validation loss 2.5000, 200 tokens in 0:00:40 of training steps, 5 tokens/s."
     )
+
+
+def test_a_run_that_logged_nothing_has_finished_all_the_same(tmp_path):
+    run = write_run(tmp_path / "run", [{"step": 3, "tokens": 30}])
+    (run / "metrics.jsonl").unlink()
+    assert describe_outcome(run).startswith("Finished at step 3.\n")

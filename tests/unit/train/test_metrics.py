@@ -67,7 +67,7 @@ def test_spikes_of_a_long_run_are_known_from_the_end_of_its_file(tmp_path):
     for step, loss in enumerate(losses):
         lines.append(json.dumps({"step": step, "loss": loss, "loss_spikes": whole.update(step, loss)}))
     (tmp_path / METRICS_FILE).write_text("\n".join([*lines, ""]))
-    restored = _spikes_so_far(tmp_path / METRICS_FILE)
+    restored = _spikes_so_far(tmp_path)
     assert restored.count == whole.count == 2
     assert restored.update(10_000, 5.0) == 2  # still the same spike
     assert restored.update(10_001, 3.0) == 2 and restored.update(10_002, 5.0) == 3
