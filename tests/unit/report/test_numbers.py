@@ -45,6 +45,7 @@ def test_no_other_number_stands_there(page):
         ("verdict-20", "verdict", 10),
         ("verdict-5", "verdict", 9),
         ("verdict-cells", "verdict", 10),
+        ("verdict-recovery", "verdict", 3),
     ],
 )
 def test_the_tables_of_a_page_come_out_again(study, folder, lines):
