@@ -392,10 +392,11 @@ class Preconditioner:
             return None
 
         def with_pc() -> Any:
-            self._take_note_of_changes()  # by the step itself
-            if self._is_stale:  # the step calls it again, as LBFGS does; or other optimizers have stepped before
-                # u and v advance if this optimizer has taken a step since they did; within its step they do not
-                self._write(advance=optimizer in self._stepped, share=False)
+            others_have_stepped = self._is_stale
+            self._take_note_of_changes()  # by the step itself, which calls it again, as LBFGS does
+            if self._is_stale:
+                # u and v advance if this optimizer has moved W since they did
+                self._write(advance=not others_have_stepped or optimizer in self._stepped, share=False)
             with torch.enable_grad():
                 loss = closure()
             if self.has_gradients():
