@@ -14,7 +14,8 @@ from pc.polynomial import gram_matrix
 EPSILON = 1e-7
 
 SECOND_PRODUCTS = 10  # with the Gram matrix: as many as the paper's power iterations
-# The fractional parts of its multiples are spread evenly: a start that hardly any direction is orthogonal to.
+# The fractional parts of its multiples are spread evenly over [0, 1): a start that hardly any direction is orthogonal to.
+# Their mean should not be 0, or (1, ..., 1) is.
 GOLDEN_RATIO = 0.6180339887498949
 
 
@@ -93,7 +94,7 @@ def second_opinion(weight: Tensor, gram: Tensor, u: Tensor, v: Tensor, reach: fl
     with torch.no_grad():
         size = gram.size(-1)
         index = torch.arange(1, size + 1, device=weight.device, dtype=weight.dtype)
-        vector = (index * GOLDEN_RATIO).frac().sub(0.5).expand(*gram.shape[:-2], size)
+        vector = (index * GOLDEN_RATIO).frac().sub(0.4).expand(*gram.shape[:-2], size)
         # Divided by its Frobenius norm, the Gram matrix has its largest eigenvalue between size^-1/2 and 1. So ten
         # products neither overflow nor underflow.
         scale = torch.linalg.matrix_norm(gram, keepdim=True).clamp(min=torch.finfo(gram.dtype).tiny).reciprocal()

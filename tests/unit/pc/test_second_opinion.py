@@ -57,6 +57,18 @@ def test_a_direction_that_one_step_has_lifted(size, times):
     assert unguarded(weight, u, v, times) > 1.2 or times == 1.3  # control
 
 
+@pytest.mark.parametrize("times", [1.35, 1.7, 2.5])
+def test_a_lifted_direction_of_equal_entries(times):
+    """A start of mean 0 is orthogonal to it."""
+    generator = torch.Generator().manual_seed(0)
+    gaussian = torch.randn(2, 768, 768, generator=generator, dtype=torch.float64)
+    gaussian[:, :, 0] = 1.0
+    left, right = torch.linalg.qr(gaussian)[0]  # equal entries are the first directions
+    values = torch.linspace(1, 0.01, 768, dtype=torch.float64)
+    values[0] = times
+    assert write((left * values @ right.T)[None], left[None, :, 1], right[None, :, 1])[0] < 1.26
+
+
 def test_directions_lifted_in_random_bases():
     """268 matrices."""
     generator = torch.Generator().manual_seed(4)
@@ -102,15 +114,12 @@ def test_maps_are_bounded_up_to_their_reach(level):
     assert max(values) < 1.26 and (level != "polar_express" or abs(evaluate(map, 1.2)) > 1.26)
 
 
-@pytest.mark.parametrize("rows, slips, most", [(64, 0, 1.03), pytest.param(257, 3, 2.5, marks=pytest.mark.soak)])
-def test_ten_thousand_matrices(rows, slips, most):
-    """Of many shapes and growths: how many are above 1.26 times their norm, and how far the worst is.
-
-    Measured: none and 1.02 with fewer than 64 rows, 1 and 1.33 with up to 256. Without a second opinion 3 and 1.66, 7 and
-    24.5. One step later all are bounded by the map.
+@pytest.mark.parametrize("rows", [64, pytest.param(257, marks=pytest.mark.soak)])
+def test_ten_thousand_matrices(rows):
+    """Of many shapes and growths. Without a second opinion 3 are above 1.26 times their norm with fewer than 64 rows, up to
+    1.66, and 7 with up to 256, up to 24.5.
     """
     generator = torch.Generator().manual_seed(2)
-    slipped = 0
     for index in range(200):
         n, m = (int(x) for x in torch.randint(2, rows, (2,), generator=generator))
         weight = torch.randn(50, n, m, generator=generator)
@@ -123,11 +132,9 @@ def test_ten_thousand_matrices(rows, slips, most):
         method = method_of(LEVEL_4)
         effective, u, v, _ = method.write(weight, one_each(weight), u, v)[:4]
         first = torch.linalg.matrix_norm(effective, 2) / norm
-        slipped += int((first > 1.26).sum())
-        assert first.max() < most, index
+        assert first.max() < 1.04, index
         effective = method.write(weight, one_each(weight), u, v)[0]
         assert (torch.linalg.matrix_norm(effective, 2) / norm).max() < 1.26, index
-    assert slipped <= slips
 
 
 def lifted_training(resumed: bool = False) -> tuple[list[float], dict[str, int], float, float]:
