@@ -100,8 +100,8 @@ class PCConfig:
         for coefficients in set(self.maps.values()):
             if abs((at_one := evaluate(coefficients, 1.0)) - 1.0) > TOLERANCE_AT_ONE:
                 warnings.warn(
-                    f"pc.level: coefficients {list(coefficients)} have g(1) = {at_one:.4g}, so the norm of PC(W) is that factor times "
-                    "the norm of W; the published maps have g(1) = 1",
+                    f"pc.level: coefficients {list(coefficients)} have g(1) = {at_one:.4g}, so the largest singular value of W "
+                    "becomes that factor times itself; the published maps have g(1) = 1",
                     stacklevel=3,  # who calls PCConfig(...), by its __init__
                 )
         for pattern, split in (self.splits or {}).items():
@@ -109,8 +109,11 @@ class PCConfig:
                 raise UserError(
                     f"pc.splits: {pattern!r} must be a pc.MatrixSplit or None, which only Python can give, not {split!r}"
                 )
-        if self.power_iterations < 1:
-            raise UserError(f"pc.power_iterations must be at least 1, got {self.power_iterations}")
+        if not isinstance(self.power_iterations, int) or self.power_iterations < 1:
+            raise UserError(f"pc.power_iterations must be a whole number of at least 1, not {self.power_iterations!r}")
+        for key in ("norm_recovery", "learnable_gamma"):
+            if not isinstance(getattr(self, key), bool):  # a text "false" counts as true
+                raise UserError(f"pc.{key} must be True or False, not {getattr(self, key)!r}")
         if self.compute_dtype not in (choices := get_args(ComputeDtype)):
             raise UserError(f"pc.compute_dtype must be one of {', '.join(choices)}, got {self.compute_dtype!r}")
 

@@ -46,6 +46,8 @@ REACH, OTHER_REACH = 1.2, 1.1
 # Own coefficients: the values that g may take on [0, OTHER_REACH], and how far g(1) may be from 1 without a warning.
 OWN_MAP_RANGE = (-0.05, 1.1)
 TOLERANCE_AT_ONE = 0.02
+# Of the sizes of own coefficients, together: at 2,000 PC(W) has an error of some 1 % in tf32.
+LARGEST_COEFFICIENTS = 2_000
 
 
 def resolve(level: int | str | Sequence[float]) -> Map:
@@ -60,7 +62,7 @@ def resolve(level: int | str | Sequence[float]) -> Map:
                 f"pc.level: coefficients {list(level)} must be two or more numbers: those of p from degree 0 up"
             )
         own = tuple(map(float, level))
-        _require_within_range(own)
+        _require_usable(own)
         return own
     if isinstance(level, str) and level in map(str, COEFFICIENTS):
         raise UserError(f"pc.level: PC level {level!r} is text; write {level}, without quotes")
@@ -74,12 +76,17 @@ def _is_number(value: Any) -> bool:
 
 
 @cache
-def _require_within_range(coefficients: Coefficients) -> None:
+def _require_usable(coefficients: Coefficients) -> None:
     """Check a map of one's own on [0, OTHER_REACH], the range of singular values after division by the estimated norm.
 
-    The published maps stay within [0, 1.021] there. Values far outside [0, 1] would flip singular vectors or let the
-    norm grow.
+    The published maps stay within [0, 1.021] there, with coefficients of at most 40 together. Values far outside [0, 1] would
+    flip singular vectors or let the norm grow. Large coefficients cancel, and what is left are their rounding errors.
     """
+    if (size := sum(map(abs, coefficients))) > LARGEST_COEFFICIENTS:
+        raise UserError(
+            f"pc.level: coefficients {list(coefficients)}: their sizes add up to {size:.3g}, so rounding decides PC(W); up to "
+            f"{LARGEST_COEFFICIENTS:,} are usable: take a lower degree or a larger cutoff"
+        )
     lowest, highest = OWN_MAP_RANGE
     values = ((x, evaluate(coefficients, x)) for x in (OTHER_REACH * i / 10_000 for i in range(10_001)))
     outside, sigma, value = max((max(y - highest, lowest - y), x, y) for x, y in values)

@@ -140,9 +140,10 @@ def _extra_repr(module: nn.Module) -> str:
 
 
 def require_precision(weight: Weight) -> None:
-    if weight.effective.dtype.itemsize < 4:
+    dtype = weight.effective.dtype
+    if not dtype.is_floating_point or dtype.itemsize < 4:
         raise UserError(
-            f"{weight.name} is {weight.effective.dtype}, but W needs float32 to accumulate small updates; call "
+            f"{weight.name} is {dtype}, but W needs float32 to accumulate small updates; call "
             "model.float(), and use autocast or FSDP's mixed precision for fast matmuls"
         )
 

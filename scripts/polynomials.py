@@ -7,6 +7,7 @@ import argparse
 from pathlib import Path
 
 from pc.errors import exit_on_user_error
+from pc_recipe.config.command_line import at_least_one
 
 
 @exit_on_user_error
@@ -14,7 +15,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=Path("outputs/polynomials"), help="folder for the figures")
     parser.add_argument("--cutoff", type=float, help="fit your own map to min(sigma / CUTOFF, 1)")
-    parser.add_argument("--degree", type=int, default=4, help="degree of p in g(s) = s p(s^2) (default: 4)")
+    parser.add_argument("--degree", type=at_least_one, default=4, help="degree of p in g(s) = s p(s^2) (default: 4)")
     parser.add_argument("--alpha", type=float, default=4.0, help="the fit's weight is sigma^ALPHA (default: 4)")
     arguments = parser.parse_args()
     from pc import PCConfig

@@ -263,6 +263,10 @@ MISTAKES = {
         lambda: pc.precondition(pc.attach(toy_model().bfloat16(), PCConfig())),
         "W needs float32",
     ),
+    "complex weights": (
+        lambda: pc.precondition(pc.attach(toy_model().to(torch.complex64), PCConfig())),
+        "0.attention.wo is torch.complex64, but W needs float32",
+    ),
     "merge without a preconditioner": (
         lambda: pc.merge(attached()),
         "there is no PC(W) of 0.attention.wo: it has no preconditioner",
