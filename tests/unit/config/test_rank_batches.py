@@ -10,15 +10,6 @@ from pc_recipe.config.rank_batches import accumulation_steps
 pytestmark = pytest.mark.fast
 
 
-@pytest.mark.parametrize("local, ranks, expected", [(8, 8, 5), (4, 8, 10), (8, 4, 10), (8, 2, 20), (8, 1, 40)])
-def test_paper_batch_of_320_on_fewer_gpus(local, ranks, expected):
-    assert accumulation_steps(320, local, ranks) == expected
-
-
-def test_minus_one_means_no_accumulation():
-    assert accumulation_steps(-1, 8, 3) == 1
-
-
 def test_error_names_values_that_do_fit():
     with pytest.raises(UserError, match=r"Nearest that fit: global_batch_size 312 or 336$") as raised:
         accumulation_steps(320, 8, 3)  # 320 is no multiple of 3: no local size can help
