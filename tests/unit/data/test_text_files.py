@@ -65,13 +65,6 @@ def texts_of(*sources: Path | str, text_key: str = "text", replaced: Counter | N
     ]
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_each_kind(name, tmp_path):
-    content, expected = KINDS[name]
-    (tmp_path / name).write_bytes(content)
-    assert texts_of(tmp_path / name) == expected
-
-
 def test_a_mixed_folder(tmp_path, write_parquet):
     source = tmp_path / "in"
     for name, (content, _) in KINDS.items():
