@@ -302,17 +302,6 @@ def test_folders_behind_links_are_read_once(tmp_path):
     assert +left_out == {"links to nothing": 1, "named twice": 1}
 
 
-def test_documents_without_text_are_left_out_and_counted(tmp_path, write_parquet):
-    (tmp_path / "in").mkdir()
-    (tmp_path / "in" / "a.jsonl").write_bytes(lines("one", None, "", "three"))
-    write_parquet(tmp_path / "in" / "b.parquet", [None, "two"])
-    manifest = tokenize(str(tmp_path / "in"), tmp_path / "out")
-    assert sum(map(manifest.documents, SPLITS)) == 3 and manifest.source["left_out"] == {"documents without text": 3}
-    (tmp_path / "none.jsonl").write_bytes(lines(None, ""))
-    with pytest.raises(UserError, match="there is no text in it"):
-        tokenize(str(tmp_path / "none.jsonl"), tmp_path / "other")
-
-
 @pytest.mark.parametrize(
     ("changes", "changed"),
     [
