@@ -1,7 +1,5 @@
 """PC with accelerate, peft and Hugging Face's Trainer themselves, in one process; longer runs are in test_examples.py."""
 
-import copy
-
 import lightning
 import peft
 import pytest
@@ -47,20 +45,6 @@ def test_accelerate():
         plain.optimizer.step()
         plain.optimizer.zero_grad()
     assert same(model.state_dict(), plain.model.state_dict())
-
-
-def test_lora_on_a_merged_model():
-    loop = Loop()
-    loop.step()
-    base = pc.merge(loop.model)
-    before = copy.deepcopy(base.state_dict())
-    model = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["wo"]))
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    for step in range(2):
-        toy_loss(model, toy_batch(step)).backward()
-        optimizer.step()
-    after = model.merge_and_unload().state_dict()
-    assert {name.split(".")[2] for name in before if not torch.equal(before[name], after[name])} == {"wo"}
 
 
 def test_layers_that_peft_trains_whole():
