@@ -15,8 +15,10 @@ from collections.abc import Iterable
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from pc_recipe.config.schema import Parallelism
 
-def prepare_micro_batch(model_parts: Iterable[nn.Module], once_per_step: bool, is_last: bool) -> None:
+
+def prepare_micro_batch(model_parts: Iterable[nn.Module], parallelism: Parallelism, is_last: bool) -> None:
     """Set what the backward passes from now on do. Call it before a step's first micro-batch and before its last, but not
     in a pipeline, which does so itself.
 
@@ -29,7 +31,7 @@ def prepare_micro_batch(model_parts: Iterable[nn.Module], once_per_step: bool, i
     # reduce-scatter keeps whole gradients; not to reshard weights keeps whole weights, and saves the next all-gather.
     for model in model_parts:
         assert isinstance(model, FSDPModule)
-        if once_per_step:
+        if parallelism.syncs_once_per_step:
             model.set_requires_gradient_sync(is_last)  # of reduce-scatter and all-reduce
             model.set_reshard_after_backward(is_last)
         else:

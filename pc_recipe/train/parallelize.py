@@ -33,9 +33,6 @@ class AlwaysSharded(ParallelDims):
     TorchTitan trains a single rank without FSDP, under autocast, with numerics that differ from those of many ranks.
     """
 
-    once_per_step: bool = False
-    """whether weights stay gathered from a step's first forward pass to its last backward pass (`pc_recipe.train.fsdp_sync`)"""
-
     @property
     def fsdp_enabled(self) -> bool:
         return True
@@ -104,7 +101,7 @@ def _apply_fsdp(model: nn.Module, parallel_dims: AlwaysSharded, config: Config) 
         param_dtype=TORCH_DTYPE_MAP[config.training.mixed_precision_param],
         reduce_dtype=TORCH_DTYPE_MAP["float32"],
         pp_enabled=parallel_dims.pp_enabled,
-        reshard_after_forward_policy="never" if parallel_dims.once_per_step else "default",
+        reshard_after_forward_policy="never" if config.parallelism.syncs_once_per_step else "default",
     )
     for module in model.modules():
         if isinstance(module, FSDPModule):

@@ -118,7 +118,7 @@ class Trainer(torchtitan.train.Trainer):
         self._batches = RankBatches.of(self.config, world_size)
         dims = self._batches.dims
         rules.require(self.config, dims, on_cpu=cpu.is_cpu())
-        return AlwaysSharded(**asdict(dims), ep=1, etp=1, once_per_step=self.config.parallelism.syncs_once_per_step)
+        return AlwaysSharded(**asdict(dims), ep=1, etp=1)
 
     # --- a step -------------------------------------------------------------------------------------
 
@@ -141,7 +141,7 @@ class Trainer(torchtitan.train.Trainer):
         for index in range(self.gradient_accumulation_steps):
             inputs, labels = next(batches)
             if index in (0, last) and not self.parallel_dims.pp_enabled:  # each call walks through all modules
-                fsdp_sync.prepare_micro_batch(self.model_parts, self.parallel_dims.once_per_step, index == last)
+                fsdp_sync.prepare_micro_batch(self.model_parts, self.config.parallelism, index == last)
             # Not blocking: from pageable memory the host waits for the copy, from pinned memory for nothing.
             loss = self.forward_backward_step(
                 input_dict={name: tensor.to(self.device, non_blocking=True) for name, tensor in inputs.items()},
