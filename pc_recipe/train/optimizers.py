@@ -1,6 +1,5 @@
 """A run's optimizers: parameter groups by name, checkpoints of all optimizer states, and PC around the step."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -64,11 +63,6 @@ class Optimizers(OptimizersContainer):
         self.skips_step = False
         """whether this step is skipped, as the checkpoint manager wants to know too"""
 
-    def named(self) -> Iterator[tuple[str, torch.optim.Optimizer]]:
-        """Each optimizer with its kind."""
-        for by_kind in self.by_part:
-            yield from by_kind.items()
-
     def state_dict(self) -> dict[str, Any]:
         options = StateDictOptions(flatten_optimizer_state_dict=True)
         state: dict[str, Any] = {}
@@ -105,7 +99,7 @@ class LRSchedulers(LRSchedulersContainer):
 
     def __init__(self, optimizers: Optimizers, upstream: LRSchedulersContainer) -> None:
         self.schedulers = upstream.schedulers
-        self._kinds = [kind for kind, _ in optimizers.named()]
+        self._kinds = [kind for by_kind in optimizers.by_part for kind in by_kind]
 
     def state_dict(self) -> dict[str, Any]:
         # Optimizers of one kind have the same schedule in all pipeline stages.
