@@ -121,12 +121,12 @@ def count_on_ranks(method: Method, run_cost: RunCost, ranks: int) -> list[float]
     """FLOPs, operations and GiB of the rank with most FLOPs, and MiB that it keeps."""
     loads = [[0, 0, 0, 0] for _ in range(ranks)]
     owners = assign([split.cost for split in run_cost.splits], ranks)
-    for matrix, owner in zip(run_cost.matrices, owners, strict=True):
-        both, kept = count(method, (matrix.n, matrix.m), keeps=True)
+    for (n, m, _), owner in zip(run_cost.matrices, owners, strict=True):
+        both, kept = count(method, (n, m), keeps=True)
         if keeps := loads[owner][3] + kept <= KEPT_BYTES:
             loads[owner][3] += kept
         else:
-            both, _ = count(method, (matrix.n, matrix.m), keeps)
+            both, _ = count(method, (n, m), keeps)
         loads[owner][:3] = [a + b for a, b in zip(loads[owner], both, strict=False)]
     flops, operations, size, kept = max(loads)
     return [flops, operations, size / 2**30, kept / 2**20]
@@ -156,7 +156,7 @@ def main() -> None:
         print(markdown.table(("ranks", "variant", "FLOPs", "operations", "GiB", "MiB kept"), rows), end="")
         return
     layer = RunCost(load_config(CONFIG, [*overrides, "--model.n_layers", "1"]), 1).matrices
-    seconds = measure(others | ours, [(matrix.n, matrix.m) for matrix in layer], chosen.rounds)
+    seconds = measure(others | ours, [(n, m) for n, m, _ in layer], chosen.rounds)
     record = {"torch": torch.__version__, "hardware": hardware(), "flavor": chosen.flavor, "matrices": len(layer)}
     record |= {"level": chosen.level, "seconds": seconds}
     if others:

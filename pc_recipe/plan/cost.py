@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
-from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop
 
@@ -28,32 +27,16 @@ from pc_recipe.plan.memory import count_kept_bytes, find_weights, matrices_of
 from pc_recipe.plan.needs import describe_pc
 
 
-@dataclass(frozen=True)
-class Matrix:
-    """A preconditioned weight of shape [n, m] with its settings."""
-
-    n: int
-    m: int
-    config: PCConfig
-
-    def _weight(self) -> Tensor:
-        """[1, n, m]"""
-        return torch.empty(1, self.n, self.m, device="meta", requires_grad=True)
-
-    def _vectors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """gamma [1, 1], u [1, n], v [1, m]"""
-        gamma = torch.empty(1, 1, device="meta", requires_grad=True)
-        u, v = (torch.empty(1, size, device="meta") for size in (self.n, self.m))
-        return gamma, u, v
-
-    @cache
-    def step_flops(self, keeps: bool) -> int:
-        """Of both passes. `keeps`: the second has what the first left for it."""
-        weight, vectors, method = self._weight(), self._vectors(), method_of(self.config)
-        kept = method.write(weight, *vectors)[4:] if keeps else ()
-        return _counted(lambda: method.write(weight, *vectors)) + _counted(
-            lambda: method.pull_back(weight, weight, *vectors, *kept)
-        )
+@cache
+def step_flops(n: int, m: int, config: PCConfig, keeps: bool) -> int:
+    """Of PC's both passes over a matrix [n, m]. `keeps`: the second has what the first left for it."""
+    with torch.device("meta"):
+        weight, method = torch.empty(1, n, m), method_of(config)
+        vectors = [torch.empty(1, size) for size in (1, n, m)]  # gamma, u, v
+    kept = method.write(weight, *vectors)[4:] if keeps else ()
+    return _counted(lambda: method.write(weight, *vectors)) + _counted(
+        lambda: method.pull_back(weight, weight, *vectors, *kept)
+    )
 
 
 def _counted(function: Callable[[], object]) -> int:
@@ -96,7 +79,7 @@ class RunCost:
         self.batches = RankBatches.of(self.config, world_size)
         self.tokens = self.batches.tokens
         self.splits = [weight.split for weight in find_weights(config)]
-        self.matrices = [Matrix(*matrix) for split in self.splits for matrix in matrices_of(split)]
+        self.matrices = [matrix for split in self.splits for matrix in matrices_of(split)]
 
     @cache
     def step_cost(self) -> StepCost:
@@ -108,8 +91,8 @@ class RunCost:
             kept = sum(count_kept_bytes(*matrix) for matrix in matrices_of(split))
             keeps = kept <= free[owner]
             free[owner] -= kept * keeps
-            load[owner] += sum(Matrix(*matrix).step_flops(keeps) for matrix in matrices_of(split))
-        bounds = [cost_bound((matrix.n, matrix.m), self.tokens, matrix.config) for matrix in self.matrices]
+            load[owner] += sum(step_flops(*matrix, keeps) for matrix in matrices_of(split))
+        bounds = [cost_bound((n, m), self.tokens, config) for n, m, config in self.matrices]
         # as TorchTitan counts, whose import takes seconds: 2 FLOPs for a weight forward, 4 backward, none for the embedding
         embedding = self.config.model.vocab_size * self.shape.dim
         of_weights = 6 * (self.parameters - embedding)

@@ -13,7 +13,7 @@ from helpers.tiny import ROOT, model_args
 from pc.owner import BUCKET_BYTES, assign, matrix_cost
 from pc.preconditioner import Preconditioner
 from pc_recipe.config import load_config
-from pc_recipe.plan.cost import RunCost
+from pc_recipe.plan.cost import RunCost, step_flops
 
 CONFIG = ROOT / "train_configs" / "1b_adamw_pc.toml"
 WORLD, LAYERS, D, F = 8, 18, 2048, 5632
@@ -98,7 +98,7 @@ def test_the_busiest_owner_has_little_more_than_an_equal_share(model):
     run_cost = RunCost(
         load_config(path, ["--training.global_batch_size", "1024", "--training.local_batch_size", "1"]), 64
     )
-    costs = [matrix.step_flops(keeps=False) for matrix in run_cost.matrices]
+    costs = [step_flops(*matrix, keeps=False) for matrix in run_cost.matrices]
     relative = [split.cost for split in run_cost.splits]
     for owners in (2, 8, 16, 32, 64):
         load = [0] * owners

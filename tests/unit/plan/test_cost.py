@@ -25,7 +25,7 @@ def test_figures_of_the_paper():
     # the paper's claim holds, by a count by hand: per stage of degree 4 and matrix [l, s] both passes
     # take 12 l s^2 + 12 s^3, without products with vectors, and 2 l s^2 + 4 s^3 less where an owner keeps square matrices
     both, kept = (
-        sum(a * max(m.n, m.m) * min(m.n, m.m) ** 2 + b * min(m.n, m.m) ** 3 for m in run_cost.matrices)
+        sum(a * max(n, m) * min(n, m) ** 2 + b * min(n, m) ** 3 for n, m, _ in run_cost.matrices)
         for a, b in ((12, 12), (2, 4))
     )
     for owners, share in ((8, 5 / 9), (64, 1)):  # of 48 MiB for each matrix, 256 MiB have room for five of nine
