@@ -81,7 +81,6 @@ class RunCost:
         self.splits = [weight.split for weight in find_weights(config)]
         self.matrices = [matrix for split in self.splits for matrix in matrices_of(split)]
 
-    @cache
     def step_cost(self) -> StepCost:
         """FLOPs of one step; counts PC even if the config has it off."""
         dims, seq_len = self.batches.dims, self.config.training.seq_len
