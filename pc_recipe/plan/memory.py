@@ -80,18 +80,13 @@ def count_kept_bytes(n: int, m: int, config: PCConfig) -> int:
     return sum(tensor.nbytes for tensor in kept)
 
 
-def estimate_memory(config: Config, dims: Degrees, sizes: Sizes | None = None) -> dict[str, float]:
+def estimate_memory(config: Config, dims: Degrees, sizes: Sizes) -> dict[str, float]:
     """GiB per GPU at the peak, by part. The peak is at the start of the last micro-batch's backward pass.
-
-    Args:
-        dims: the parallel degrees.
-        sizes: of the model, if known.
 
     Not included: fragmentation, the CUDA context and NCCL's buffers (1 to 4 GiB), and the workspace of PC,
     which is used between steps when activations are already freed.
     """
     training, batches = config.training, RankBatches(dims, config.training)
-    sizes = sizes or count_sizes(config)
     once = config.parallelism.syncs_once_per_step
     itemsize = BFLOAT16 if training.mixed_precision_param == "bfloat16" else FLOAT32
     tokens = training.local_batch_size * training.seq_len // dims.cp

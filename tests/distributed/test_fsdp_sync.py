@@ -88,8 +88,9 @@ def _held(rank, config, overrides) -> tuple[float, float]:
     trainer = Measured(load_config(config, [*QUIET, *overrides]))
     trainer.metrics_processor.should_log = lambda step: False
     trainer.train_step(trainer.batch_generator(trainer.dataloader))
-    parts = memory.estimate_memory(trainer.config, trainer.parallel_dims)
-    block = memory.BFLOAT16 * memory.count_sizes(trainer.config).block / memory.GIB
+    sizes = memory.count_sizes(trainer.config)
+    parts = memory.estimate_memory(trainer.config, trainer.parallel_dims, sizes)
+    block = memory.BFLOAT16 * sizes.block / memory.GIB
     expected = parts["gathered"] - block + parts["gradients"]  # without a current block
     result = trainer.held[1] - trainer.held[0], expected
     trainer.close()

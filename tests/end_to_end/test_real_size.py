@@ -70,7 +70,8 @@ def test_from_training_to_scores(demo_data, processes):
     with TemporaryDirectory() as folder:  # pytest would keep 10 GiB
         losses, peaks = _rehearse(processes, demo_data, Path(folder))
     config = load_config(CONFIG, WORDS)
-    estimate = sum(memory.estimate_memory(config, RankBatches.of(config, processes).dims).values())
+    sizes = memory.count_sizes(config)
+    estimate = sum(memory.estimate_memory(config, RankBatches.of(config, processes).dims, sizes).values())
     print("\n".join(f"| {stage} | {peak:.2f} |" for stage, peak in ({"estimate": estimate} | peaks).items()))
     assert peaks["resume"] - peaks["libraries"] == pytest.approx(estimate, rel=TOLERANCE)
     if processes == 1:

@@ -14,9 +14,11 @@ CONFIG = ROOT / "train_configs" / "271m_adamw_pc.toml"
 @pytest.mark.parametrize("gpu_gib", [24, 40, 79, 1000])
 @pytest.mark.parametrize("ranks", [1, 8, 64])
 def test_it_is_the_largest_that_divides_and_fits(ranks, gpu_gib):
+    sizes = memory.count_sizes(load_config(CONFIG))
+
     def needs(size: int) -> float:
         config = load_config(CONFIG, [f"--training.local_batch_size={size}"])
-        return sum(memory.estimate_memory(config, RankBatches.of(config, ranks).dims).values())
+        return sum(memory.estimate_memory(config, RankBatches.of(config, ranks).dims, sizes).values())
 
     config = micro_batch.choose(load_config(CONFIG), ranks, micro_batch.find_gpu(gpu_gib))
     chosen, share = config.training.local_batch_size, 320 // ranks
