@@ -72,7 +72,22 @@ class RankBatches:
     @property
     def micro_batches(self) -> int:
         """Micro-batches per optimizer step and data-parallel rank; raises UserError if the batch does not divide."""
-        return accumulation_steps(self.training.global_batch_size, self.training.local_batch_size, self.data_ranks)
+        batch, size, ranks = self.training.global_batch_size, self.training.local_batch_size, self.data_ranks
+        if size == -1:
+            raise UserError("training.local_batch_size = -1 is chosen by ./run_llama_train.sh; give a number here")
+        per_pass = size * ranks
+        if batch == -1:
+            return 1
+        if batch % per_pass == 0:
+            return batch // per_pass
+        below = batch // per_pass * per_pass
+        fits = f"global_batch_size {below} or {below + per_pass}" if below else f"global_batch_size {per_pass}"
+        if batch % ranks == 0:
+            fits += f"; or a local_batch_size that divides {batch // ranks}"
+        raise UserError(
+            f"training.global_batch_size = {batch} is not a multiple of local_batch_size {size} x {ranks} data-parallel "
+            f"rank(s). Nearest that fit: {fits}"
+        )
 
     def micro_batch_sizes(self) -> list[int]:
         """Sequences per micro-batch that divide the global batch, in ascending order.
@@ -101,28 +116,3 @@ class RankBatches:
     def tokens(self) -> int:
         """Tokens per optimizer step over all ranks."""
         return self.sequences * self.training.seq_len
-
-
-def accumulation_steps(global_batch_size: int, local_batch_size: int, data_parallel_size: int) -> int:
-    """Micro-batches per optimizer step and data-parallel rank.
-
-    Args:
-        global_batch_size: sequences per optimizer step over all ranks; -1 means no accumulation.
-        local_batch_size: sequences per micro-batch and rank.
-        data_parallel_size: ranks that read different data (GPUs / (tensor x context x pipeline)).
-    """
-    if local_batch_size == -1:
-        raise UserError("training.local_batch_size = -1 is chosen by ./run_llama_train.sh; give a number here")
-    per_pass = local_batch_size * data_parallel_size
-    if global_batch_size == -1:
-        return 1
-    if global_batch_size and global_batch_size % per_pass == 0:
-        return global_batch_size // per_pass
-    below = global_batch_size // per_pass * per_pass
-    fits = f"global_batch_size {below} or {below + per_pass}" if below else f"global_batch_size {per_pass}"
-    if global_batch_size % data_parallel_size == 0:
-        fits += f"; or a local_batch_size that divides {global_batch_size // data_parallel_size}"
-    raise UserError(
-        f"training.global_batch_size = {global_batch_size} is not a multiple of local_batch_size {local_batch_size} x "
-        f"{data_parallel_size} data-parallel rank(s). Nearest that fit: {fits}"
-    )
