@@ -71,7 +71,6 @@ class JsonLinesLogger(BaseLogger):
     def log(self, metrics: dict[str, Any], step: int) -> None:
         line: dict[str, Any] = {"step": step, "tokens": self._tokens(), "time": time.time()}
         for name, value in metrics.items():
-            value = value.item() if isinstance(value, Tensor) else value
             # JSON has no NaN or infinity.
             line[name] = None if isinstance(value, float) and not math.isfinite(value) else value
         json_lines.append(self._file, line)
