@@ -80,7 +80,6 @@ def _sum_over_batches(trainer: Any, dataloader: GlobalOrderLoader) -> Tensor:
     totals = torch.zeros(2, dtype=torch.float64, device=trainer.device)
     for input_dict, labels in dataloader:
         input_dict = {key: value.to(trainer.device) for key, value in input_dict.items()}
-        trainer.metrics_processor.ntokens_since_last_log += labels.numel()
         inputs, labels, _, more = trainer.post_dataloading_process(input_dict, labels.to(trainer.device))
         loss = _sum_losses(trainer, inputs, labels, more)
         if loss is not None:
