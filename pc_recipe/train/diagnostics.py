@@ -224,18 +224,14 @@ class Diagnostics:
         """`function` of each matrix of all pipeline stages, {name: numbers}; it returns [B, count] on the owners."""
         outputs = [(torch.zeros(count, device=item[0].device, dtype=item[0].dtype),) for item in inputs]
         Plan(inputs, outputs, settings).run(function, inputs, outputs)
-        numbers = _to_numbers([output for (output,) in outputs])
+        # with one synchronisation of the device
+        numbers = torch.stack([output for (output,) in outputs]).tolist() if outputs else []
         of_ranks: list[dict] = [{}] * dist.get_world_size()
         dist.all_gather_object(of_ranks, dict(zip(names, numbers, strict=True)))
         return {name: values for of_rank in of_ranks for name, values in of_rank.items()}
 
     def _pc_weights(self) -> dict[str, Weight]:
         return {} if self._preconditioner is None else self._preconditioner.weights
-
-
-def _to_numbers(tensors: list[Tensor]) -> list:
-    """Tensors of one shape as numbers, with one synchronisation of the device."""
-    return torch.stack(tensors).tolist() if tensors else []
 
 
 def _spectral(_, weight: Tensor) -> tuple[Tensor]:
