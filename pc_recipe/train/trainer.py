@@ -125,7 +125,6 @@ class Trainer(torchtitan.train.Trainer):
     def _begin_step(self) -> None:
         self.metrics_processor.resume()
         self.optimizers.zero_grad()
-        self._first_position = self.dataloader.position
         self.diagnostics.begin_step(self.step, measure_outputs=not self._pipeline_finds_shapes())
 
     def _pipeline_finds_shapes(self) -> bool:
@@ -138,6 +137,7 @@ class Trainer(torchtitan.train.Trainer):
     def _run_micro_batches(self, batches: Iterator) -> Tensor:
         """Accumulate gradients; returns this rank's part of the mean loss over the tokens of all ranks."""
         losses, last = [], self.gradient_accumulation_steps - 1
+        first_position = self.dataloader.position
         for index in range(self.gradient_accumulation_steps):
             inputs, labels = next(batches)
             if index in (0, last) and not self.parallel_dims.pp_enabled:  # each call walks through all modules
@@ -150,7 +150,7 @@ class Trainer(torchtitan.train.Trainer):
             )
             losses.append(loss.detach())
         self.metrics_processor.tokens = self.ntokens_seen * self._batches.data_ranks
-        self.metrics_processor.positions = range(self._first_position, self.dataloader.position)
+        self.metrics_processor.positions = range(first_position, self.dataloader.position)
         if self.parallel_dims.pp_enabled and not self.pp_has_last_stage:
             return torch.zeros((), device=self.device)  # it has no loss; TorchTitan returns -1
         total = torch.sum(torch.stack(losses))
