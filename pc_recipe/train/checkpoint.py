@@ -50,7 +50,7 @@ class Checkpoints(CheckpointManager):
     def __init__(self, **arguments) -> None:
         self.group = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
         """All ranks, on the CPU, so that GPUs do not wait for each other."""
-        self._optimizers: Optimizers | None = arguments["optimizers"]
+        self._optimizers: Optimizers = arguments["optimizers"]
         self.save_is_due = False
         """Whether all ranks have agreed to save the current step, whatever the interval says."""
         config: Checkpoint = arguments["checkpoint_config"].ours
@@ -90,7 +90,7 @@ class Checkpoints(CheckpointManager):
 
     def save(self, curr_step: int, last_step: bool = False) -> None:
         # The weights of a step that is left out are not known to be finite: the cause may be in W itself.
-        if last_step or not (self._optimizers and self._optimizers.skips_step):
+        if last_step or not self._optimizers.skips_step:
             super().save(curr_step, last_step)
 
     def _should_save(self, curr_step: int, last_step: bool = False) -> bool:
