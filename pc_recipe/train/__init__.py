@@ -8,6 +8,6 @@ its log       metrics, loss_spikes, slow_ranks, progress, console; diagnostics, 
 a start       start (which weights a run begins with), fingerprint (whether their method is this run's), run_tokenizer
               (whether their tokenizer is), hf_folder (Hugging Face's format), environment (whether ranks agree)
 checkpoints   checkpoint (which and when), checkpoint_writer, checkpoint_folder (reading)
-model         llama2, loss, parallelize
+model         llama2, parallelize
 TorchTitan    train_spec, upstream_config, cpu
 """
