@@ -125,7 +125,7 @@ def count_state_elements(config: Config, sizes: Sizes) -> dict[str, int]:
     others = sizes.total - sizes.hidden_matrices
     return {
         "optimizer": KINDS[config.optimizer.name].states * sizes.hidden_matrices + KINDS["AdamW"].states * others,
-        "W": sizes.preconditioned if config.pc.enable else 0,
+        "W": sizes.preconditioned,
     }
 
 
