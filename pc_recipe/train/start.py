@@ -3,7 +3,6 @@
 import contextlib
 import math
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 from torchtitan.tools.logging import logger
@@ -19,6 +18,7 @@ from pc_recipe.files.run_folder import read_environment, require_no_other_run
 from pc_recipe.train import fingerprint, run_tokenizer
 from pc_recipe.train.checkpoint import Checkpoints, plain_keys
 from pc_recipe.train.checkpoint_folder import CheckpointFolder
+from pc_recipe.train.llama2 import model_args_of
 from pc_recipe.train.optimizers import Optimizers
 
 
@@ -55,8 +55,7 @@ def load(config: Config, checkpointer: Checkpoints, optimizers: Optimizers) -> P
     elif settings.initial_load_in_hf:
         from pc_recipe.train.hf_folder import require_initial_load  # takes seconds
 
-        model: Any = optimizers.model_parts[0]
-        require_initial_load(initial, model.model_args)
+        require_initial_load(initial, model_args_of(config))
         _require_same_tokenizer(initial, config, data)
         checkpointer.read(initial, model_only=True)
     else:
