@@ -31,7 +31,7 @@ MANY = 10**9
 class Section(BaseModel):
     """A table of a TOML file. 5.5 is no integer, 1 is no bool, NaN is no number, and unknown keys are errors."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     decides: ClassVar[str] = RUN
     """what its keys decide, unless a key says otherwise"""
 
