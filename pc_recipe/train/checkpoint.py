@@ -4,7 +4,7 @@ import contextlib
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -31,11 +31,6 @@ T = TypeVar("T")
 REMEDY = "Bring one back (a disk, a link?), or train anew with another --job.dump_folder"
 SECONDS_TO_END_A_SAVE = 60.0
 """The wait after a failure. Other ranks, without which the save cannot end, may be gone."""
-
-
-def select_expired(steps: Sequence[int], keep_latest: int, keep_every: int) -> list[int]:
-    """The steps whose checkpoints are deleted, of all `steps` with a complete one: neither newest nor milestones."""
-    return [step for step in sorted(steps)[:-keep_latest] if not keep_every or step % keep_every]
 
 
 def plain_keys(state: dict[str, Any]) -> dict[str, Any]:
@@ -94,8 +89,12 @@ class Checkpoints(CheckpointManager):
             super().save(curr_step, last_step)
 
     def _should_save(self, curr_step: int, last_step: bool = False) -> bool:
-        is_milestone = self._keep_every and curr_step % self._keep_every == 0
-        return super()._should_save(curr_step, last_step) or (self.enable and bool(self.save_is_due or is_milestone))
+        is_due = self.save_is_due or self._is_milestone(curr_step)
+        return super()._should_save(curr_step, last_step) or (self.enable and is_due)
+
+    def _is_milestone(self, step: int) -> bool:
+        """Whether the checkpoint of a step is kept for good."""
+        return self._keep_every > 0 and step % self._keep_every == 0
 
     def minutes_are_over(self) -> bool:
         """Whether the newest checkpoint is older than `checkpoint.minutes` by this rank's clock."""
@@ -130,7 +129,8 @@ class Checkpoints(CheckpointManager):
         if self.keep_latest_k and dist.get_rank() == 0:
             try:
                 complete = run_folder.list_complete(self.folder)
-                for step in select_expired(list(complete), self.keep_latest_k, self._keep_every):
+                old = list(complete)[: -self.keep_latest_k]
+                for step in [step for step in old if not self._is_milestone(step)]:
                     try:
                         run_folder.purge(complete[step])
                     except OSError as error:  # as in a layer of a container's image; the others go
