@@ -57,9 +57,7 @@ class Checkpoints(CheckpointManager):
 
     # --- saving -------------------------------------------------------------------------------------
 
-    def dcp_save(
-        self, state_dict, checkpoint_id, async_mode, enable_garbage_collection=False, to_hf=False
-    ):  # TorchTitan's signature
+    def dcp_save(self, state_dict, checkpoint_id, async_mode, *_, **__):  # garbage collection, Hugging Face's format
         if "optimizer" not in state_dict:  # weights alone
             state_dict = plain_keys(state_dict)
         self._saved_at = begin = time.monotonic()
