@@ -29,7 +29,7 @@ def require_compiler(config: Config) -> None:
 
     names = [os.environ.get("CC", "gcc"), "clang"] if torch.cuda.is_available() else [os.environ.get("CXX", "g++")]
     header = Path(sysconfig.get_path("include"), "Python.h")
-    if not any(shutil.which(name.split()[0]) for name in names) or not look.is_file(header):
+    if not any(shutil.which(name.partition(" ")[0]) for name in names) or not look.is_file(header):
         raise UserError(
             f"compile.enable = true needs {' or '.join(names)} on the PATH and {header}; install them (Debian: apt-get "
             "install g++ python3-dev), or use false"

@@ -5,6 +5,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable
+from itertools import filterfalse
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -53,6 +54,7 @@ class Checkpoints(CheckpointManager):
         self._keep_every = config.keep_every
         self._saving: str | None = None
         """The folder of the newest save."""
+        self.folder = arguments["base_folder"]  # that of a run without checkpoints; TorchTitan gives it none
         super().__init__(**arguments)
 
     # --- saving -------------------------------------------------------------------------------------
@@ -128,7 +130,7 @@ class Checkpoints(CheckpointManager):
             try:
                 complete = run_folder.list_complete(self.folder)
                 old = list(complete)[: -self.keep_latest_k]
-                for step in [step for step in old if not self._is_milestone(step)]:
+                for step in filterfalse(self._is_milestone, old):
                     try:
                         run_folder.purge(complete[step])
                     except OSError as error:  # as in a layer of a container's image; the others go

@@ -121,6 +121,7 @@ class PCMetricsProcessor(MetricsProcessor):
     ) -> None:
         per_second = self.ntokens_since_last_log * self._batches.data_ranks / (time.perf_counter() - self.time_last_log)
         more: dict[str, Any] = {
+            "tokens": self.tokens,
             "tokens_per_second": per_second,
             "step_seconds": self._batches.tokens / per_second,
         }

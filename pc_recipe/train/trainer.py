@@ -213,7 +213,6 @@ class Trainer(torchtitan.train.Trainer):
                 losses.max().item() * self._batches.data_ranks * dims.cp,
                 grad_norm,
                 extra_metrics={
-                    "n_tokens_seen": processor.tokens,
                     "lr": self.optimizers.rate(),
                     **processor.add_numbers(of_ranks.of(*processor.NUMBERS)),
                 },

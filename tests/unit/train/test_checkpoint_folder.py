@@ -107,10 +107,10 @@ def test_values_are_not_executed(tmp_path):
     assert not (tmp_path / "executed").exists()
 
 
-def _manager(folder):
+def _manager(folder, enable=True):
     """Of no trainer."""
     config = Config()
-    config.job.dump_folder, config.checkpoint.enable, config.checkpoint.minutes = str(folder), True, 60
+    config.job.dump_folder, config.checkpoint.enable, config.checkpoint.minutes = str(folder), enable, 60
     return Checkpoints(
         dataloader=None, model_parts=[], optimizers=None, lr_schedulers=None, states={}, sd_adapter=None,
         checkpoint_config=JobConfig(config).checkpoint, base_folder=folder,
@@ -126,6 +126,21 @@ def _chooses(rank, folder):
 
 def test_ranks_load_the_checkpoint_that_rank_0_sees(saved):
     assert run_ranks(2, _chooses, saved) == ["step-20"] * 2
+
+
+def _reads_a_bad_disk(rank, folder):
+    def read():
+        raise OSError(5, "made by the test", "metrics.jsonl")
+
+    try:
+        _manager(folder, enable=False).call_together(read)
+    except UserError as error:
+        return f"{error.kind}: {error}"
+
+
+def test_a_disk_that_fails_is_said_without_checkpoints_too(tmp_path):
+    (said,) = run_ranks(1, _reads_a_bad_disk, tmp_path)
+    assert said == f"failed: {tmp_path}: cannot be used (metrics.jsonl: made by the test)"
 
 
 def _newest(rank, folder, failures=()):

@@ -97,7 +97,7 @@ def test_tensorboard_has_the_configuration_and_each_number_once(tmp_path, monkey
     (text,) = events.Tensors("configuration/text_summary")
     assert b"enable_tensorboard = true" in text.tensor_proto.string_val[0]
     scalars = events.Tags()["scalars"]
-    assert {"loss", "lr", "tokens_per_second", "step_seconds"} <= {*scalars} and not any(
+    assert {"loss", "lr", "tokens", "tokens_per_second", "step_seconds"} <= {*scalars} and not any(
         "(" in name for name in scalars
     )
 
