@@ -6,6 +6,7 @@ A variable that processes inherit marks them, also through SLURM (`--sbatch=--wa
 Sockets are looked at five times a second, so one that is open for less time may be missed.
 """
 
+import argparse
 import contextlib
 import os
 import secrets
@@ -53,7 +54,11 @@ def program_of(process: int, mark: str) -> str | None:
 
 
 def main() -> None:
-    status, found = watch(sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", help="a program and its words")
+    parser.add_argument("words", nargs=argparse.REMAINDER)
+    arguments = parser.parse_args()
+    status, found = watch([arguments.command, *arguments.words])
     for what, addresses in found.items():
         print(f"{what}: {', '.join(sorted(addresses)) or 'nowhere'}")
     sys.exit(status)
