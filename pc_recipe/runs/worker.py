@@ -1,4 +1,4 @@
-"""One process of a run: `torchrun ... -m pc_recipe.runs.worker CONFIG.toml`."""
+"""One process of a run: `torchrun ... -m pc_recipe.runs.worker CONFIG.toml --section.key value ...`."""
 
 import contextlib
 import os
@@ -49,10 +49,11 @@ def main() -> None:
     rank = int(os.environ.get("RANK", "0"))
     print_plainly()
     start_logging(rank)
+    path, *overrides = sys.argv[1:]
     trainer: Trainer | None = None
     config: Config | None = None
     try:
-        config = load_config(sys.argv[1])
+        config = load_config(path, overrides)
         folder = Path(config.job.dump_folder)
         lock_file = join_lock(folder)  # noqa: F841
         trainer = Trainer(config)
