@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
+from numbers import Integral
 from typing import Any, Literal, get_args
 
 from pc.blocks import BLOCK_GROUPS, BLOCK_SUFFIXES
@@ -109,10 +110,10 @@ class PCConfig:
                 raise UserError(
                     f"pc.splits: {pattern!r} must be a pc.MatrixSplit or None, which only Python can give, not {split!r}"
                 )
-        if not isinstance(self.power_iterations, int) or self.power_iterations < 1:
+        if not isinstance(self.power_iterations, Integral) or self.power_iterations < 1:
             raise UserError(f"pc.power_iterations must be a whole number of at least 1, not {self.power_iterations!r}")
         for key in ("norm_recovery", "learnable_gamma"):
-            if not isinstance(getattr(self, key), bool):  # a text "false" counts as true
+            if isinstance(getattr(self, key), str):  # "false" counts as true
                 raise UserError(f"pc.{key} must be True or False, not {getattr(self, key)!r}")
         if self.compute_dtype not in (choices := get_args(ComputeDtype)):
             raise UserError(f"pc.compute_dtype must be one of {', '.join(choices)}, got {self.compute_dtype!r}")

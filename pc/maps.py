@@ -84,7 +84,7 @@ def _require_usable(coefficients: Coefficients) -> None:
     """
     if (size := sum(map(abs, coefficients))) > LARGEST_COEFFICIENTS:
         raise UserError(
-            f"pc.level: coefficients {list(coefficients)}: their sizes add up to {size:.3g}, so rounding decides PC(W); up to "
+            f"pc.level: coefficients {list(coefficients)}: their sizes add up to {size:.3g}, so in tf32 rounding decides PC(W); up to "
             f"{LARGEST_COEFFICIENTS:,} are usable: take a lower degree or a larger cutoff"
         )
     lowest, highest = OWN_MAP_RANGE

@@ -93,7 +93,7 @@ class Preconditioner:
         """by followed optimizer"""
         self._has_ended = False
         self._stepped: set[Optimizer] = set()
-        """followed optimizers that have moved W or gamma since u and v advanced"""
+        """followed optimizers that have moved W or gamma since all of them had"""
         self._replaced: dict[tuple, Tensor] = {}
         """by the matrices of a batch: how often their u and v were replaced, on the device"""
         self._estimates: Tensor | None = None
@@ -271,8 +271,6 @@ class Preconditioner:
             self._wait_for_write()
             raise
         self._is_pulled_back = self._is_stale = False
-        if advance:
-            self._stepped.clear()
         self._note_versions()
         remove_guards(self._guarded())
 
@@ -395,7 +393,7 @@ class Preconditioner:
             others_have_stepped = self._is_stale
             self._take_note_of_changes()  # by the step itself, which calls it again, as LBFGS does
             if self._is_stale:
-                # u and v advance if this optimizer has moved W since they did
+                # u and v advance unless only others have moved W: this step's end advances them too
                 self._write(advance=not others_have_stepped or optimizer in self._stepped, share=False)
             with torch.enable_grad():
                 loss = closure()
@@ -415,6 +413,7 @@ class Preconditioner:
             return
         self._stepped.add(optimizer)
         if not any(map(self._trained_by, self._hooks.keys() - self._stepped)):  # all that hold some have stepped
+            self._stepped.clear()
             self._write(advance=True, share=True)
         else:
             self._note_versions()

@@ -191,7 +191,7 @@ def _wrapped():
         (_model, {"blocks": ("ffn", "gate")}, "an earlier entry"),
         (_model, {"norm_recovery": "false"}, "norm_recovery must be True or False, not 'false'"),
         (_model, {"power_iterations": 2.5}, "power_iterations must be a whole number"),
-        (_model, {"level": [2000, -1999]}, "their sizes add up to 4e.03, so rounding decides PC"),
+        (_model, {"level": [2000, -1999]}, "their sizes add up to 4e.03, so in tf32 rounding decides PC"),
     ],
 )
 def test_what_cannot_be_attached_is_said(model, settings, message):

@@ -120,6 +120,11 @@ def lbfgs(parameters):
     return torch.optim.LBFGS([*parameters], lr=0.5, max_iter=4, line_search_fn="strong_wolfe")
 
 
+def sgd_and_lbfgs(parameters):
+    first, second = (optimizer.param_groups[0]["params"] for optimizer in one_for_each_block(parameters))
+    return [sgd(first), lbfgs(second)]
+
+
 class Prepared(torch.optim.SGD):
     """Prepares its parameters in `add_param_group`, as some of pytorch_optimizer do."""
 
@@ -162,6 +167,7 @@ LOOPS = {
     "LBFGS": (by_closures, lbfgs),
     "two optimizers": pytest.param(skip, one_for_each_block, marks=pytest.mark.fast),
     "closures of two optimizers": (by_closures, one_for_each_block),
+    "closures of two optimizers, one of them LBFGS": (by_closures, sgd_and_lbfgs),
     "an optimizer with its own add_param_group": (accumulate, lambda p: Prepared(p, lr=0.1)),
     "a step that clears gradients": (accumulate, lambda p: Clearing(p, lr=0.1)),
     "closures of a step that clears gradients": (by_closures, lambda p: Clearing(p, lr=0.1)),
