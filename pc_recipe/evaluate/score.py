@@ -55,6 +55,7 @@ def score(
         file = Path(output) / f"{slug}{suffix}.json"
         if file in files:
             raise UserError(f"two models are called {slug!r}; give names: NAME=PATH")
+        require_plain(path)
         files[file] = name, path
     for file, (name, path) in files.items():
         _score_model(name, path, file, sets, data, limit, batch_size)

@@ -171,11 +171,14 @@ class Reader(FileSystemReader):
 
 def _require_whole(index: Metadata, sizes: dict[str, int], file: Path) -> None:
     """Raise `Damaged` unless every entry is in the files, which have these sizes; torch leaves as it was what is not."""
-    stored = Counter[str]()
+    stored, used = Counter[str](), Counter[str]()
     for key, info in index.storage_data.items():
         if not 0 <= info.offset <= info.offset + info.length <= sizes[info.relative_path]:
             raise Damaged(f"{file.with_name(info.relative_path)}: damaged, it does not hold {key.fqn!r:.200}")
         stored[key.fqn] += info.length
+        used[info.relative_path] += info.length  # bytes under two names would count twice
+        if used[info.relative_path] > sizes[info.relative_path]:
+            raise Damaged(f"{file.with_name(info.relative_path)}: damaged, it does not hold all that {INDEX} names")
     for name, entry in index.state_dict_metadata.items():
         is_whole = isinstance(name, str) and name in stored
         if not isinstance(entry, BytesStorageMetadata):

@@ -1,6 +1,8 @@
 """One command scores several models, saves the results, and repeats nothing."""
 
 import json
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -69,6 +71,14 @@ def test_a_folder_whose_tokenizer_was_changed_is_scored_anew(name, tmp_path):
             (tmp_path / "README.md").write_text(said)
             known.add(score._sha256_of_model(tmp_path))
     assert len(known) == 2
+
+
+def test_nothing_is_read_of_a_folder_with_a_pipe(pc_export, evaluation_data, tmp_path):
+    """Its checksum would never end."""
+    model = shutil.copytree(pc_export, tmp_path / "model")
+    os.mkfifo(model / "vocab.txt")
+    with pytest.raises(UserError, match=r"vocab\.txt is a pipe"):
+        run([str(model)], tmp_path / "out", evaluation_data)
 
 
 def test_a_checkpoint_is_known_by_its_checksums(plain_run, evaluation_data, tmp_path, monkeypatch):

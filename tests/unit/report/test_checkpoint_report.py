@@ -269,6 +269,15 @@ def test_a_matrix_without_full_rank_and_a_model_without_blocks():
     assert "<svg" in page.page({"m": found})
 
 
+def test_a_page_is_not_written_through_a_link(tmp_path):
+    """report.html of the current folder, which may be a model of others."""
+    (tmp_path / "own").write_text("kept")
+    (tmp_path / "report.html").symlink_to("own")
+    with pytest.raises(OSError):
+        page.write({}, tmp_path / "report.html")
+    assert (tmp_path / "own").read_text() == "kept"
+
+
 def test_the_page_and_the_tables(tmp_path, command):
     torch.manual_seed(0)
     size = SIZES | {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 12}

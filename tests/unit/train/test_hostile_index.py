@@ -181,3 +181,14 @@ def test_an_index_of_odd_values_is_damaged(folder, what):
     (folder / ".metadata").write_bytes(pickle.dumps(index))
     with pytest.raises(Damaged, match=r"\.metadata: |damaged, it does not hold"):
         CheckpointFolder(folder)
+
+
+def test_bytes_of_a_file_count_once(folder):
+    """Many places that overlap would let a small file stand for a tensor that fills the memory."""
+    index = pickle.loads((folder / ".metadata").read_bytes())
+    place, info = next((place, info) for place, info in index.storage_data.items() if place.offset is not None)
+    for number in range(1, 1000):
+        index.storage_data[index_types.MetadataIndex(place.fqn, torch.Size([number, number]))] = info
+    (folder / ".metadata").write_bytes(pickle.dumps(index))
+    with pytest.raises(Damaged, match="damaged, it does not hold"):
+        CheckpointFolder(folder)
