@@ -105,15 +105,16 @@ def has_text(file: str) -> bool:
 def find_local_files(source: str, subset: str | None, output: Path | None, left_out: Counter[str]) -> list[str] | None:
     """The files of `source` on this machine, sorted; None if it is neither a file nor a folder.
 
-    Of a folder, also behind links, without those of `output`, and as `_walk` leaves out; of a `subset`, which a clone
-    of a data set may have, what its card says.
+    Of a folder, also behind links, without those of `output`, and as `_walk` leaves out.
 
     Raises:
-        UserError: a link in the folder leads out of it.
+        UserError: a link in the folder leads out of it, or there is a `subset`, which only the Hub has.
     """
     path = Path(os.path.expanduser(source))
-    if subset:
-        return find_hub_files(source, subset) if HUB_DATASET.fullmatch(source) and look.is_folder(path) else None
+    if subset and look.is_there(path):  # a card on this machine may name any address
+        raise UserError(
+            f"--input {source} is here, and --subset is of a data set on the Hub; give the folder of its files"
+        )
     if not look.is_folder(path):
         return [str(path)] if look.is_file(path) else None
     without = output and Path(os.path.abspath(output))
@@ -173,8 +174,6 @@ def find_hub_files(dataset: str, subset: str | None) -> list[str]:
             f"--input {dataset}: no split train, only {', '.join(map(str, splits))}; give the files of one as --input"
         )
     files = [str(file) for file in splits["train"]]
-    if look.is_folder(dataset):  # laid out like a dataset on the Hub
-        return [str(inside(Path(dataset), os.path.relpath(file, os.path.realpath(dataset)))) for file in files]
     if elsewhere := [file for file in files if not file.startswith(HUB)]:
         raise UserError(f"--input {dataset}: its card names {elsewhere[0]!r}, which is not on the Hub")
     return files

@@ -149,18 +149,15 @@ def test_two_processes_may_do_the_same_work(parquet_folder, tmp_path, monkeypatc
     assert tokenize(str(parquet_folder), tmp_path / "out").shards == expected
 
 
-@pytest.mark.parametrize("subset", [None, "sample"])
-def test_a_repeat_finds_the_same_files(subset, tmp_path, monkeypatch, write_parquet):
-    """Behind links, or of a subset."""
+def test_a_repeat_finds_the_same_files_behind_links(tmp_path, monkeypatch, write_parquet):
     monkeypatch.chdir(tmp_path)
     for name in ("sample", "other"):
         write_parquet(tmp_path / "owner" / "name" / name / "train.parquet", [name])
-    Path("owner/name/README.md").write_text("---\nconfigs:\n- config_name: sample\n  data_files: sample/*\n---\n")
     Path("owner/name/sample/train-00000-of-00001.parquet").symlink_to("train.parquet")
-    first = tokenize("owner/name", "out", subset=subset)
-    assert first.documents("train") + first.documents("validation") == (1 if subset else 2)
+    first = tokenize("owner/name", "out")
+    assert first.documents("train") + first.documents("validation") == 2
     (Path("out") / first.shards["train"][0].tokens_file).unlink()  # lost
-    assert tokenize("owner/name", "out", subset=subset) == first
+    assert tokenize("owner/name", "out") == first
 
 
 def test_other_settings_are_not_taken_for_finished(parquet_folder, tmp_path, tiny_encoding):
@@ -231,7 +228,7 @@ def test_a_small_file_of_much_text_does_not_take_the_memory(tmp_path, monkeypatc
     [
         ("nowhere/at/all", None, "nowhere/at/all: no such file, folder or Hub dataset"),
         ("a/b.jsonl", None, "a/b.jsonl: no such file"),
-        (".", "sample-10BT", r"\.: no such file"),
+        (".", "sample-10BT", r"\. is here, and --subset is of a data set on the Hub"),
         ("*.parquet", None, r"\*\.parquet: no such file"),
         (".", None, "a.docx: no file of text"),
         ("a.docx", None, "a.docx: no file of text"),
@@ -282,8 +279,9 @@ def test_killed_process_is_reported_instead_of_waited_for(parquet_folder, tmp_pa
         tokenize(str(parquet_folder), tmp_path, processes=2)
 
 
-def test_hub_subset_gives_its_files(tmp_path, write_parquet):
-    # A folder laid out like a dataset repository on the Hub, which is read by the same function.
+def test_hub_subset_gives_its_files(tmp_path, monkeypatch, write_parquet):
+    # A folder laid out like a dataset repository on the Hub, in its place.
+    monkeypatch.setattr(sources, "HUB", str(tmp_path))
     for name in ("sample/10BT/000.parquet", "sample/10BT/001.parquet", "data/CC-MAIN-2023-50/000.parquet"):
         write_parquet(tmp_path / name, ["x"])
     (tmp_path / "README.md").write_text(
