@@ -54,7 +54,7 @@ class TokenShard:
 
     tokens_file: str
     """Its path, relative to the data folder."""
-    tokens: Size
+    tokens: Annotated[Size, Field(ge=1)]
     documents: Size
     tokens_bytes: Size
     """The size of the file."""

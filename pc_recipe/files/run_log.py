@@ -43,7 +43,7 @@ class RunLog:
         """
         import pandas as pd  # here, because launchers answer mistakes before this takes a second
 
-        by_step = {line["step"]: line for line in self.lines if key in line}
+        by_step = {line["step"]: line for line in self.lines if {key, over} <= line.keys()}
         if remedy and not by_step:
             raise UserError(f"{self.file}: no {key!r} was logged; {remedy}")
         lines = [by_step[step] for step in sorted(by_step)]
@@ -71,8 +71,13 @@ def _kept(newest_first: Iterable[dict]) -> Iterator[dict]:
     for line in newest_first:
         if isinstance(resumed := line.get(RESUMED_FROM), int):
             last = min(last, resumed)
-        elif isinstance(line.get("step"), int) and line["step"] <= last:  # or this module's commands did not write it
+        elif type(line.get("step")) is int and line["step"] <= last and all(map(_is_usual, line.values())):
             yield line
+
+
+def _is_usual(value: object) -> bool:
+    """A number or null, as the trainer logs them; the file may be of someone else."""
+    return value is None or isinstance(value, float) or (type(value) is int and abs(value) < 2**63)
 
 
 def find_last_step(run: Path) -> int:

@@ -8,7 +8,7 @@ from pc.errors import UserError
 from pc_recipe.files import json_lines
 from pc_recipe.files.run_log import METRICS_FILE, find_last_step, note_start, read_log, read_logs
 
-LINES = [{"step": step, "loss": 1 / step, "text": "ä" * (step % 90)} for step in range(1, 1001)]
+LINES = [{"step": step, "loss": 1 / step, "ä" * (step % 90): 0} for step in range(1, 1001)]
 
 
 @pytest.fixture
@@ -43,8 +43,11 @@ def test_lines_after_the_checkpoint_count_no_more(run):
     assert read_log(run).lines == LINES[:1]
 
 
-@pytest.mark.parametrize("line", ['{"loss": 1.0}', '{"step": null}', '{"step": "9"}'])
-def test_a_line_without_a_step_is_left_out(tmp_path, line):
+@pytest.mark.parametrize(
+    "line",
+    ['{"loss": 1.0}', '{"step": null}', '{"step": "9"}', '{"step": 1, "loss": "x"}', f'{{"step": 1{"0" * 400}}}'],
+)
+def test_a_line_that_the_trainer_did_not_write_is_left_out(tmp_path, line):
     (tmp_path / METRICS_FILE).write_text(f'{line}\n{{"step": 1}}\n{line}\n{{"step": 2}}\n{line}\n')
     assert read_log(tmp_path).lines == [{"step": 1}, {"step": 2}]
     assert read_log(tmp_path, newest=2).lines == [{"step": 1}, {"step": 2}]
