@@ -55,26 +55,35 @@ def read(path: Path, base: Path | None = None) -> Checkpoint:
     Raises:
         UserError: nothing there that can be read without running code, damaged files, quantised weights.
     """
+    try:
+        return _read(path, base)
+    except (UserError, OSError):
+        raise
+    except Exception as error:  # files of others may say anything
+        raise UserError(f"{path}: cannot be read ({type(error).__name__}: {str(error)[:200]})") from None
+
+
+def _read(path: Path, base: Path | None) -> Checkpoint:
     if not path.exists():
         raise UserError(f"{path}: not there; {_GIVE}. Models of the Hub are not fetched: `hf download NAME` does it")
     if path.is_file():
         return _of_files(path.name, [path], {}, None)
-    if (path / "adapter_config.json").exists():
+    if (path / "adapter_config.json").is_file():  # no pipe, whose end never comes
         return _merged(path, base)
     if (path / ".metadata").exists():
         raise UserError(
             f"{path}: a distributed checkpoint; of a run of this recipe use `scripts/spectra.py RUN --report`, else convert it "
             "with `python -m torch.distributed.checkpoint.format_utils dcp_to_torch`"
         )
-    config = _json(path / "config.json") if (path / "config.json").exists() else {}
+    config = _json(path / "config.json") if (path / "config.json").is_file() else {}
     if config.get("quantization_config"):
         method = config["quantization_config"].get("quant_method", "?")
         raise UserError(
             f"{path}: quantised ({method}), so its matrices are not those that were trained; {_UNQUANTISED}"
         )
     for ending in ("safetensors", "bin", "pt", "pth"):
-        files = [file for file in sorted(path.glob(f"*.{ending}")) if not file.name.startswith(_NOT_WEIGHTS)]
-        indices = sorted(path.glob(f"*.{ending}.index.json"))
+        files = [file for file in _files(path, f"*.{ending}") if not file.name.startswith(_NOT_WEIGHTS)]
+        indices = _files(path, f"*.{ending}.index.json")
         index = _json(indices[0]).get("weight_map") if indices else None
         if indices and not isinstance(index, dict):
             raise UserError(f"{indices[0]}: has no weight_map; it should name the file of each tensor")
@@ -85,6 +94,10 @@ def read(path: Path, base: Path | None = None) -> Checkpoint:
         if files:
             return _of_files(path.resolve().name, files, config, index)
     raise UserError(f"{path}: no weights in it; {_GIVE}")
+
+
+def _files(folder: Path, pattern: str) -> list[Path]:
+    return [file for file in sorted(folder.glob(pattern)) if file.is_file()]
 
 
 def _json(file: Path) -> dict[str, Any]:
@@ -144,6 +157,8 @@ def _entries(tensors: Mapping[str, Tensor]) -> dict[str, Entry]:
     """Of tensors in memory. One that is there under two names, as where weights are tied, counts once."""
     seen: dict[tuple, str] = {}
     for key, tensor in tensors.items():
+        if tensor.is_sparse or tensor.is_meta or tensor.untyped_storage().nbytes() < tensor.nbytes:
+            raise UserError(f"{key} {list(tensor.shape)} has more values than are stored of it")
         seen.setdefault((tensor.data_ptr(), tensor.shape, tensor.stride()) if tensor.numel() else (key,), key)
     return {
         key: Entry(tensors[key].dtype, tuple(tensors[key].shape), partial(tensors.__getitem__, key))
@@ -190,8 +205,8 @@ def _merged(path: Path, base: Path | None) -> Checkpoint:
         raise UserError(f"{path}: an adapter other than plain LoRA; save the model after PEFT's merge_and_unload()")
     if not base.is_dir():
         raise UserError(f"{path}: an adapter, which is no model alone; name the folder of its base by --base")
-    model = read(base)
-    files = sorted(path.glob("adapter_model.*"))
+    model = _read(base, None)
+    files = _files(path, "adapter_model.*")
     if not files:
         raise UserError(f"{path}: no adapter_model.safetensors in it")
     adapter = _of_files(path.name, files[:1], {}, None)
