@@ -38,6 +38,8 @@ It is a base model for research: neither tuned to follow instructions nor filter
 
 
 _FOLDERS = re.compile(r"(?<![\w./-])(?!(?<=:)//)(?:~\w*|\.{1,2})?/(?:[^/\s]+/)*(?=[^/\s])")
+# a text that is a path as a whole may have spaces in it
+_ONE_PATH = re.compile(r"^(?:file://)?[/~].*/(?=[^/])", re.DOTALL)
 
 
 def without_folders(value: Any) -> Any:
@@ -49,7 +51,7 @@ def without_folders(value: Any) -> Any:
         return {without_folders(key): without_folders(item) for key, item in value.items()}
     if isinstance(value, list):
         return [without_folders(item) for item in value]
-    return _FOLDERS.sub("", value) if isinstance(value, str) else value
+    return _FOLDERS.sub("", _ONE_PATH.sub("", value)) if isinstance(value, str) else value
 
 
 def model_card(
