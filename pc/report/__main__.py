@@ -29,6 +29,8 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print every matrix as JSON in place of the tables")
     parser.add_argument("--base", type=Path, metavar="FOLDER", help="the model that an adapter changes")
     arguments = parser.parse_args()
+    if arguments.output.is_symlink():  # report.html in the folder of a model of others may be a link to anything
+        raise UserError(f"{arguments.output} is a link; give another --output")
     try:
         from pc.report import page, terminal
         from pc.report.read import read

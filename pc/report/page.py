@@ -1,7 +1,6 @@
 """The report as one page."""
 
 import math
-import os
 from collections.abc import Collection, Sequence
 from functools import partial
 from html import escape
@@ -14,13 +13,7 @@ from pc.report import draw, html, words
 def write(models: dict[str, Conditioning], output: Path, with_pc: Collection[str] = ()) -> None:
     """Write the page of {name: model}. Those of `with_pc` were trained with PC: they are not advised to try it."""
     output.parent.mkdir(parents=True, exist_ok=True)
-    with open(output, "w", encoding="utf-8", opener=_no_link) as file:
-        file.write(page(models, with_pc))
-
-
-def _no_link(path: str, flags: int) -> int:
-    """report.html may lie in a model of others, as a link to anything."""
-    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+    output.write_text(page(models, with_pc), encoding="utf-8")
 
 
 def page(models: dict[str, Conditioning], with_pc: Collection[str] = ()) -> str:

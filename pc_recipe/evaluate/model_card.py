@@ -39,7 +39,7 @@ It is a base model for research: neither tuned to follow instructions nor filter
 
 _FOLDERS = re.compile(r"(?<![\w./-])(?!(?<=:)//)(?:~\w*|\.{1,2})?/(?:[^/\s]+/)*(?=[^/\s])")
 # a text that is a path as a whole may have spaces in it
-_ONE_PATH = re.compile(r"^(?:file://)?[/~].*/(?=[^/])", re.DOTALL)
+_ONE_PATH = re.compile(r"^(?:file://)?(?:~\w*)?/(?:.*/)?(?=[^/])")
 
 
 def without_folders(value: Any) -> Any:

@@ -87,7 +87,7 @@ def test_the_card_names_all_data_of_a_mixture(run, tmp_path, data_folder):
         ("/home/me/data", "data"), ("/home/Ann Lee/my data", "my data"), ("file:///home/me/x", "x"), ("~/data x", "data x"), ("~me/data", "data"), ("../me/data", "data"), ("./data", "data"),
         ("a=/home/me/x /srv/me/y", "a=x y"), ("name:/home/me/x", "name:x"), ("owner/name", "owner/name"),
         ("outputs/debug", "outputs/debug"), ("hf://datasets/a/b", "hf://datasets/a/b"), ("https://a.b/c", "https://a.b/c"),
-        ("8/3 dim", "8/3 dim"), ({"/home/me/x": ["/home/me/y", 1.5, None]}, {"x": ["y", 1.5, None]}),
+        ("8/3 dim", "8/3 dim"), ("~8 tokens, as https://a.b/c", "~8 tokens, as https://a.b/c"), ({"/home/me/x": ["/home/me/y", 1.5, None]}, {"x": ["y", 1.5, None]}),
     ],
 )  # fmt: skip
 def test_of_a_local_path_the_last_part_stays(text, shown):
