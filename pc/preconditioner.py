@@ -237,7 +237,6 @@ class Preconditioner:
         """Take what the weights hold as W, with gamma 1 and new u and v: after plain weights were loaded."""
         with self._lock:
             self._require_pc()
-            reshard(self._models)
             for weight in self.weights.values():
                 weight.start()
             self._write(advance=True, share=False)

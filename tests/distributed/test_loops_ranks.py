@@ -325,7 +325,7 @@ def test_fsdp1_is_refused():
 # --- FSDP2's gathered and empty shards
 
 
-def _written_while_gathered(rank):
+def _written_while_gathered(rank, write):
     """Whether each layer has PC(W), where a forward pass had left FSDP holding gathered weights."""
     mesh = init_device_mesh("cpu", (2,))
     model = fully_shard(pc.attach(toy_model(), CONFIG), mesh=mesh, reshard_after_forward=False)
@@ -334,14 +334,15 @@ def _written_while_gathered(rank):
         model(toy_batch(0))
         for weight in preconditioner.weights.values():
             weight.orig.mul_(2.0)
-    preconditioner.write_pc()
+    getattr(preconditioner, write)()
     parameters, expected = dict(model.named_parameters()), expected_pc(preconditioner)
     return [(whole(parameters[f"{name}.weight"]) - expected[name]).abs().max() < 1e-12 for name in expected]
 
 
 @pytest.mark.fast
-def test_pc_replaces_gathered_weights():
-    for same in run_ranks(2, _written_while_gathered):
+@pytest.mark.parametrize("write", ["write_pc", "restart"])
+def test_pc_replaces_gathered_weights(write):
+    for same in run_ranks(2, partial(_written_while_gathered, write=write)):
         assert same and all(same)
 
 
