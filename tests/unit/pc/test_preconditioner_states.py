@@ -287,6 +287,20 @@ def test_merge_and_detach_leave_a_plain_loop(leave):
     loop.model(toy_batch(0))
 
 
+def test_detach_before_all_optimizers_have_stepped_leaves_a_plain_model():
+    """PC(W) is still to be written then; nothing may write it into the plain model."""
+    model = pc.attach(toy_model(), PCConfig())
+    first, _ = optimizers = [adamw(layer.parameters()) for layer in model[:2]]
+    preconditioner = pc.precondition(model, *optimizers)
+    toy_loss(model, toy_batch(0)).backward()
+    preconditioner.pull_back()
+    first.step()
+    weights = [p.clone() for p in pc.detach(model).parameters()]
+    model(toy_batch(0))
+    assert all(map(torch.equal, model.parameters(), weights))
+    assert names_and_hooks(model, first)[0] == names_and_hooks(toy_model(), first)[0]
+
+
 class PassingOn(nn.Module):
     """Shows the attributes of the module inside, as wrappers of peft and of Lightning's Fabric do."""
 
