@@ -29,8 +29,7 @@ class Gpu:
 
 
 def choose(config: Config, world_size: int, gpu: Gpu | None = None, sizes: memory.Sizes | None = None) -> Config:
-    """Replace -1 in both `local_batch_size`: by the most sequences that divide the global batch and fit, in
-    training; by the same number in validation.
+    """Replace `training.local_batch_size` -1 by the most sequences that divide the global batch and fit.
 
     Args:
         gpu: None: `find_gpu`.
@@ -51,8 +50,6 @@ def choose(config: Config, world_size: int, gpu: Gpu | None = None, sizes: memor
                 '"full" or parallelism.fsdp_sync = "micro_batch" take less, 1 tries it anyway'
             )
         config.training.local_batch_size = fitting[-1]
-    if config.validation.local_batch_size == -1:
-        config.validation.local_batch_size = config.training.local_batch_size
     return config
 
 

@@ -22,7 +22,7 @@ class FixedValidator:
 
     def __init__(self, config: Config, dp_rank: int, dp_world_size: int) -> None:
         self._freq, self._last = config.validation.freq, config.training.steps
-        section = config.data
+        section, batch = config.data, config.validation.local_batch_size
         folders = section.validation_folders
         require_same_tokenizer(Manifest.read(next(iter(section.folders))), Manifest.read(next(iter(folders))))
         self._names = unique_names([Path(folder) for folder in folders])
@@ -32,7 +32,7 @@ class FixedValidator:
                 folder,
                 "validation",
                 seq_len=config.training.seq_len,
-                local_batch_size=config.validation.local_batch_size,
+                local_batch_size=config.training.local_batch_size if batch == -1 else batch,
                 dp_rank=dp_rank,
                 dp_world_size=dp_world_size,
                 vocab_size=config.model.vocab_size,

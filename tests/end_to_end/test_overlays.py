@@ -24,7 +24,7 @@ def test_both_overlays_on_four_processes(tmp_path, tiny_shards):
     assert done.returncode == 0, done.stderr[-3000:]
     run = tmp_path / "run"
     resolved = load_config(run / "config.toml")
-    assert resolved.training.local_batch_size == resolved.validation.local_batch_size == 2  # 8 on 4 ranks
+    assert resolved.training.local_batch_size == 2  # 8 on 4 ranks
     assert resolved.activation_checkpoint.mode == "full" and resolved.parallelism.fsdp_sync == "micro_batch"
     assert resolved.comm.init_timeout_seconds == 1800
     assert read_state(run).state == "finished" and len(metrics(run)) == 4

@@ -49,7 +49,7 @@ global_batch_size = 12
 steps = 6
 [validation]
 freq = 3
-local_batch_size = 2
+local_batch_size = -1
 [checkpoint]
 interval = 3
 keep_latest_k = 0

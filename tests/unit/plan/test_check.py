@@ -193,11 +193,11 @@ def test_a_finished_run_has_no_other_settings(tmp_path, words, errors):
 def test_a_start_says_the_warnings_and_hands_on_the_micro_batch(command, tiny_config, tmp_path, monkeypatch):
     monkeypatch.setattr(launch, "run_command", lambda *_: 3)  # without training
     words = ["--training.steps=1000", "--training.global_batch_size=4", f"--job.dump_folder={tmp_path / 'run'}"]
-    words += ["--training.local_batch_size=-1", "--validation.local_batch_size=-1"]
+    words += ["--training.local_batch_size=-1"]
     status, _, err = command("pc_recipe.runs.local", tiny_config[0], *words)
     assert status == 3 and err.startswith("warning: the run repeats its ") and err.count("\n") == 1
     read = load_config(tmp_path / "run" / "pending.toml")  # by all processes
-    assert read.training.local_batch_size == read.validation.local_batch_size == 4
+    assert read.training.local_batch_size == 4
 
 
 @pytest.mark.parametrize(("steps", "found"), [(12, "warnings"), (13, "errors")])
