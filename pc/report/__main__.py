@@ -1,4 +1,4 @@
-"""Are the matrices of a model badly conditioned, and what would PC make of it?
+"""Are the matrices of a model badly conditioned, and what would PC change?
 
 Usage: python -m pc.report MODEL [OTHER...] [--output FILE] [--sample N] [--json] [--base FOLDER]
 """
@@ -13,7 +13,7 @@ from pc.errors import UserError, exit_on_user_error
 
 def _count(text: str) -> int:
     if not text.isdigit() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} should be a number of layers, from 1 on")
+        raise argparse.ArgumentTypeError(f"{text!r} should be a number of layers, at least 1")
     return int(text)
 
 
@@ -29,7 +29,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print every matrix as JSON in place of the tables")
     parser.add_argument("--base", type=Path, metavar="FOLDER", help="the model that an adapter changes")
     arguments = parser.parse_args()
-    if arguments.output.is_symlink():  # report.html in the folder of a model of others may be a link to anything
+    if arguments.output.is_symlink():  # a report.html in someone else's model folder may be a link to anything
         raise UserError(f"{arguments.output} is a link; give another --output")
     try:
         from pc.report import page, terminal

@@ -10,11 +10,11 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 BINS = 40
-_TEXT = "#010203"  # a colour that nothing else has, in place of which the page's own is put
+_TEXT = "#010203"  # a placeholder that no other element has; the page's own colour replaces it
 
 
 def histogram(axes: Any, spectra: Mapping[str, Tensor]) -> None:
-    """Draw singular values over the largest of their matrix; each of `spectra` in the same axes, with its name as label."""
+    """Draw singular values, relative to the largest of their matrix; all `spectra` in the same axes, labelled by name."""
     edges = [i / BINS for i in range(BINS + 1)]
     for i, (name, sigma) in enumerate(spectra.items()):
         axes.hist(sigma / sigma.max(), edges, histtype="stepfilled", color=f"C{i}", alpha=0.55, label=name)
@@ -28,7 +28,7 @@ def histogram_of(axes: Any, spectra: Mapping[str, Tensor]) -> None:
 
 
 def svg(title: str, draw: Callable[[Any], None]) -> str:
-    """What `draw` draws in the axes that it is given, as SVG, in the colour of the text around it, with a legend."""
+    """What `draw` draws in its axes, as SVG, in the colour of the surrounding text, with a legend."""
     style: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": title, "font.size": 9}
     style |= {"text.usetex": False, "text.parse_math": False}  # whatever a matplotlibrc of the current folder says
     style |= {"path.simplify_threshold": 1.0}  # in pixels; long curves would be most of the file

@@ -11,7 +11,7 @@ from pc.report import draw, html, words
 
 
 def write(models: dict[str, Conditioning], output: Path, with_pc: Collection[str] = ()) -> None:
-    """Write the page of {name: model}. Those of `with_pc` were trained with PC: they are not advised to try it."""
+    """Write the page of {name: model}. Those in `with_pc` were trained with PC, so the page does not advise trying it."""
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(page(models, with_pc), encoding="utf-8")
 
@@ -22,7 +22,7 @@ def page(models: dict[str, Conditioning], with_pc: Collection[str] = ()) -> str:
         header, *rows = words.comparison(models)
         parts += ["<h2>Side by side</h2>", html.table(header, rows)]
         parts += [
-            "<p class=faint>Condition numbers, and how many times those of Gaussian matrices of the same shapes.</p>"
+            "<p class=faint>Condition numbers, and their ratios to those of Gaussian matrices of the same shapes.</p>"
         ]
     for name, found in models.items():
         parts += _model(name, found, words.WITH_PC if name in with_pc else words.advice(found))

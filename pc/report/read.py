@@ -27,7 +27,7 @@ class Entry(NamedTuple):
     """A tensor of a file."""
 
     dtype: torch.dtype
-    """torch.uint8 for what is not in `_DTYPES`, all of which are types of quantised weights"""
+    """torch.uint8 for any type that is not in `_DTYPES`: those are types of quantised weights"""
     shape: tuple[int, ...]
     load: Callable[[], Tensor]
 
@@ -42,7 +42,7 @@ class Checkpoint:
 
 
 def of_tensors(name: str, tensors: Mapping[str, Tensor], config: Mapping[str, Any] = {}) -> Checkpoint:
-    """Tensors in memory by their names."""
+    """The checkpoint of tensors in memory, by name."""
     return _checkpoint(name, _entries(tensors), config)
 
 
@@ -50,7 +50,7 @@ def read(path: Path, base: Path | None = None) -> Checkpoint:
     """A folder as transformers writes it, or a file of tensors.
 
     Args:
-        base: folder of the model that an adapter changes; default: what the adapter itself names, if it is here.
+        base: folder of the model that an adapter changes; default: the one that the adapter names, if it is here.
 
     Raises:
         UserError: nothing there that can be read without running code, damaged files, quantised weights.
@@ -59,21 +59,21 @@ def read(path: Path, base: Path | None = None) -> Checkpoint:
         return _read(path, base)
     except (UserError, OSError):
         raise
-    except Exception as error:  # files of others may say anything
+    except Exception as error:  # other people's files may contain anything
         raise UserError(f"{path}: cannot be read ({type(error).__name__}: {str(error)[:200]})") from None
 
 
 def _read(path: Path, base: Path | None) -> Checkpoint:
     if not path.exists():
-        raise UserError(f"{path}: not there; {_GIVE}. Models of the Hub are not fetched: `hf download NAME` does it")
+        raise UserError(f"{path}: not there; {_GIVE}. Models on the Hub are not fetched; use `hf download NAME`")
     if path.is_file():
         return _of_files(path.name, [path], {}, None)
-    if (path / "adapter_config.json").is_file():  # no pipe, whose end never comes
+    if (path / "adapter_config.json").is_file():  # a pipe would have no end
         return _merged(path, base)
     if (path / ".metadata").exists():
         raise UserError(
-            f"{path}: a distributed checkpoint; of a run of this recipe use `scripts/spectra.py RUN --report`, else convert it "
-            "with `python -m torch.distributed.checkpoint.format_utils dcp_to_torch`"
+            f"{path}: a distributed checkpoint; for a run of this recipe use `scripts/spectra.py RUN --report`, else "
+            "convert it with `python -m torch.distributed.checkpoint.format_utils dcp_to_torch`"
         )
     config = _json(path / "config.json") if (path / "config.json").is_file() else {}
     if config.get("quantization_config"):
@@ -106,12 +106,12 @@ def _json(file: Path) -> dict[str, Any]:
     except ValueError as error:
         raise UserError(f"{file}: not JSON ({error})") from None
     if not isinstance(read, dict):
-        raise UserError(f"{file}: should be a table of names and values")
+        raise UserError(f"{file}: should be a JSON object, with names and values")
     return read
 
 
 def _of_files(name: str, files: list[Path], config: Mapping[str, Any], index: Mapping[str, str] | None) -> Checkpoint:
-    """Files of tensors, as one model. `index`: the name of the file that should have each tensor."""
+    """One model from files of tensors. `index`: the file that each tensor should be in, by the tensor's name."""
     entries: dict[str, Entry] = {}
     for file in files:
         found = _of_safetensors(file) if file.suffix == ".safetensors" else _entries(_load_pickled(file))
@@ -149,16 +149,16 @@ def _opened(file: Path):
 
 
 def _load(file: Path, key: str) -> Tensor:
-    with _opened(file) as shard:  # opened anew, so that what was read before does not stay in memory
+    with _opened(file) as shard:  # opened anew, so that tensors read before do not stay in memory
         return shard.get_tensor(key)
 
 
 def _entries(tensors: Mapping[str, Tensor]) -> dict[str, Entry]:
-    """Of tensors in memory. One that is there under two names, as where weights are tied, counts once."""
+    """The entries of tensors in memory. A tensor under two names, as with tied weights, counts once."""
     seen: dict[tuple, str] = {}
     for key, tensor in tensors.items():
         if tensor.is_sparse or tensor.is_meta or tensor.untyped_storage().nbytes() < tensor.nbytes:
-            raise UserError(f"{key} {list(tensor.shape)} has more values than are stored of it")
+            raise UserError(f"{key} {list(tensor.shape)} has more values than are stored")
         seen.setdefault((tensor.data_ptr(), tensor.shape, tensor.stride()) if tensor.numel() else (key,), key)
     return {
         key: Entry(tensors[key].dtype, tuple(tensors[key].shape), partial(tensors.__getitem__, key))
@@ -167,7 +167,7 @@ def _entries(tensors: Mapping[str, Tensor]) -> dict[str, Entry]:
 
 
 def _load_pickled(file: Path) -> dict[str, Tensor]:
-    """The tensors of a state dict, mapped into memory where the file can be."""
+    """The tensors of a state dict, memory-mapped where the file allows it."""
     try:
         try:
             state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
@@ -180,7 +180,7 @@ def _load_pickled(file: Path) -> dict[str, Tensor]:
             f"{file}: holds more than tensors, or is damaged; reading it could run code. Save model.state_dict() alone"
         ) from None
     except (RuntimeError, EOFError, ValueError, KeyError) as error:
-        raise UserError(f"{file}: not a file of torch, or cut off ({str(error).splitlines()[0]})") from None
+        raise UserError(f"{file}: not a torch file, or cut off ({str(error).splitlines()[0]})") from None
     for key in ("state_dict", "model", "module"):
         if isinstance(state, dict) and isinstance(state.get(key), dict):
             state = state[key]
@@ -204,7 +204,7 @@ def _merged(path: Path, base: Path | None) -> Checkpoint:
     if not is_plain or any(config.get(key) for key in ("use_dora", "rank_pattern", "alpha_pattern")):
         raise UserError(f"{path}: an adapter other than plain LoRA; save the model after PEFT's merge_and_unload()")
     if not base.is_dir():
-        raise UserError(f"{path}: an adapter, which is no model alone; name the folder of its base by --base")
+        raise UserError(f"{path}: an adapter without its base model; give the base's folder by --base")
     model = _read(base, None)
     files = _files(path, "adapter_model.*")
     if not files:

@@ -14,7 +14,7 @@ from torch import nn
 
 from pc.model_classes import KNOWN
 
-# Where modules of a class lie, by its name after the architecture's: the last words of the module's own name.
+# {class name after the architecture's: last words of the names of its modules}
 _PLACES = {
     "SelfOutput": ("attention.output",),
     "Intermediate": ("intermediate",),
@@ -27,7 +27,7 @@ _PLACES = {
     "SparseMoeBlock": ("mlp",),
     "Gate": ("gate",),
 }
-_STORED_AS = {"ViT": "Bert"}  # transformers renames its weights when it reads them
+_STORED_AS = {"ViT": "Bert"}  # transformers renames the weights of these when it reads them
 _MIXTRAL = {"w1", "w2", "w3"}  # as in TorchTitan's FeedForward: gate, down, up
 
 
@@ -44,14 +44,14 @@ class _Part(nn.Module):
 
 
 def build(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], config: Mapping[str, Any]) -> nn.Module:
-    """The module of tensors {name: (dtype, shape)}, as `config`, a config.json or nothing, explains them."""
+    """The module of tensors {name: (dtype, shape)}. `config` is that of config.json, or empty, and identifies classes."""
     tree: dict[str, Any] = {}
     for name, tensor in tensors.items():
         *path, key = name.split(".")
         node = tree
         for word in path:
             node = node.setdefault(word, {})
-            if not isinstance(node, dict):  # a name that is a tensor, and the beginning of another
+            if not isinstance(node, dict):  # a tensor whose name is also the beginning of another's
                 break
         else:
             node[key] = tensor
@@ -59,14 +59,14 @@ def build(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], config: Ma
 
 
 def _prefix(config: Mapping[str, Any]) -> str:
-    """What the names of the classes of a model begin with: "GPTNeoX" of "GPTNeoXForCausalLM"."""
+    """What a model's class names begin with: "GPTNeoX" for "GPTNeoXForCausalLM"."""
     architectures = config.get("architectures") or [""]
     prefix = re.split(r"For[A-Z]|LMHead|DoubleHeads|Model$", architectures[0])[0]
     return _STORED_AS.get(prefix, prefix)
 
 
 def _settings(config: Mapping[str, Any]) -> SimpleNamespace:
-    """Settings under the names that modules have for them."""
+    """Settings under the attribute names that modules give them."""
     text = config.get("text_config")
     values = {**config, **(text if isinstance(text, dict) else {})}
     heads = values.get("num_attention_heads", values.get("n_head", values.get("n_heads")))
@@ -118,7 +118,7 @@ def _class_of(name: str, tree: dict[str, Any], settings: SimpleNamespace, prefix
 
 
 def _say_how_experts_are_stored(module: Any, settings: SimpleNamespace) -> None:
-    """Set what transformers' stacks of experts say of themselves, from the shapes [experts, ...] of both weights."""
+    """Set the attributes that tell the layout of a stack of experts in transformers, from the shapes [experts, ...]."""
     down: Any = getattr(module._parameters.get("down_proj"), "shape", ())
     up: Any = getattr(module._parameters.get("gate_up_proj"), "shape", ())
     if len(down) == len(up) == 3:

@@ -14,7 +14,7 @@ from pc.measure import Conditioning, exact_singular_values, work
 from pc.report import words
 
 _PROBE = 1024  # rows of the matrix by which the machine's speed is estimated
-_LONG = 3e11  # work of some twenty seconds, which needs no announcement
+_LONG = 3e11  # work of some twenty seconds, too short to announce
 
 
 def announce_and_watch(weights: list[Stored]) -> Iterator[Stored]:
@@ -34,7 +34,7 @@ def announce_and_watch(weights: list[Stored]) -> Iterator[Stored]:
 
 
 def _probe_seconds() -> float:
-    """The least of several counts: the first loads libraries, and others may be disturbed."""
+    """Callers take the least of several: the first loads libraries, and others may be disturbed."""
     begun = time.perf_counter()
     exact_singular_values(torch.randn(_PROBE, _PROBE))
     return time.perf_counter() - begun

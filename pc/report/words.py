@@ -1,4 +1,4 @@
-"""What is said of a measurement, wherever it is shown: rows of tables, a summary, advice."""
+"""The texts about a measurement, wherever it is shown: rows of tables, a summary, advice."""
 
 import math
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pc.measure import PAPER_LEVELS, PC_BLOCKS, Conditioning, Measured, geometric_mean
 from pc.targets import counted, wildcard_layers
 
-TOKENS = 500_000  # of a step, in what is said of the cost
+TOKENS = 500_000  # of a step, in the text about the cost
 
 # Baselines at the end of their runs, and PC minus baseline, negative: PC is better (docs/evidence.md).
 EVIDENCE = (
@@ -24,21 +24,21 @@ EVIDENCE = (
     ("6.0", "micro, Muon, 0.96 tokens per parameter", "+0.095 per token", "-0.018 to +0.209"),
 )
 _HIGH, _LOW = 28, 20
-WITH_PC = "Trained with PC: how it would have ended without, or at another level, only another run shows."
+WITH_PC = "Trained with PC: only another run shows how it would have ended without PC, or at another level."
 
 BLOCK_HEADER = (
     "block", "matrices", "condition number", "Gaussian", "times", "worst", "stable rank", "effective rank", "below 1 %",
     *(f"PC {level}" for level in PAPER_LEVELS),
 )  # fmt: skip
 LEGEND = (
-    "Condition number: largest singular value over the mean of the smallest tenth; of a block the geometric mean. Gaussian: "
-    "that of random matrices of the same shapes (Marchenko-Pastur); times: the one over the other, so 1.00 is as at a random "
-    "start. Ranks: means, and after the stroke those of Gaussian matrices. Below 1 %: singular values that small beside the "
-    "largest. PC 1 to 4: the condition number of PC(W) at each level, if these were W."
+    "Condition number: largest singular value over the mean of the smallest tenth; for a block, the geometric mean. "
+    "Gaussian: that of random matrices of the same shapes (Marchenko-Pastur); times: the first over the second, so 1.00 is "
+    "as at a random start. Ranks: means, and after the slash those of Gaussian matrices. Below 1 %: share of singular values "
+    "below 1 % of the largest. PC 1 to 4: the condition number of PC(W) at each level, if these were W."
 )
 HOW = (
-    "Singular values by the eigenvalues of the Gram matrix in float64; by a singular value decomposition where that could "
-    "change the condition number by more than 1e-10 of it."
+    "Singular values are computed from the eigenvalues of the Gram matrix in float64; where that could change the condition "
+    "number by a relative 1e-10 or more, by a singular value decomposition."
 )
 
 
@@ -130,21 +130,22 @@ def advice(found: Conditioning) -> str:
     value = condition(changed)
     if value >= _HIGH:
         said = (
-            f"All five baselines of ours that ended at {_HIGH} or more were lower with PC, one of them not significantly. So PC "
-            "may be worth a try here, after the learning rate is tuned without it."
+            f"PC lowered the loss in all five of our comparisons whose baseline ended at {_HIGH} or more, in one not "
+            "significantly. So PC may be worth a try here, after the learning rate is tuned without it."
         )
     elif value >= _LOW:
         said = f"We do not know: no baseline of ours that was compared with PC ended between {_LOW} and {_HIGH}."
     else:
         said = (
-            f"Of our baselines that ended below {_LOW} none under AdamW was lower with PC at the end; the paper's 1B ended at 17 and "
-            "gained. Under Muon and MuonH a little, in the one study that decides it. So we do not know."
+            f"Under AdamW, PC lowered the final loss in none of our comparisons whose baseline ended below {_LOW}; the "
+            "paper's 1B ended at 17 and gained. Under Muon and MuonH PC gained a little, in the one study that decides it. So "
+            "we do not know."
         )
     return (
         f"Will PC help? {said} This is a hypothesis from small and mostly short runs (widths 32 to 256; docs/evidence.md), "
-        "not a promise; in the one study that changed nothing but singular values, of very short runs, bad conditioning was part "
-        "of why. It is about training from the start, not about these weights. "
-        "PC has no lower bound, as its maps take 0 to 0: a measurement, not a certificate."
+        "not a promise; in the one study that changed nothing but singular values, with very short runs, bad conditioning "
+        "was part of the reason. It is about training from the start, not about these weights. "
+        "PC has no lower bound, as its maps take 0 to 0, so this is a measurement, not a certificate."
     )
 
 
