@@ -8,11 +8,11 @@ The modules at this level need only torch and work in any training loop:
     ...                                    # train as before, with preconditioner.pull_back() before clipping
     model = pc.merge(model)
 
-`weight` holds PC(W), and W is `weight_orig`, as a mixed-precision optimizer has a master weight beside the
-model's. The modules, in the order of their imports:
+`weight` holds PC(W) and `weight_orig` holds W, much like the master weights of mixed-precision training. The
+modules, in the order of their imports:
 
-    terminal, errors                  what commands say of mistakes, and how they print; without torch
-    maps, blocks, config              what a user names: levels and their maps, layers, `PCConfig`; without torch
+    terminal, errors                  how commands report mistakes and print; without torch
+    maps, blocks, config              what a user configures: levels and their maps, layers, `PCConfig`; without torch
     polynomial, spectral              polynomials of matrices, power iteration, singular values
     method.py                         PC(W) of one matrix, as an object
     shards, owner                     functions of whole matrices on sharded weights, each on one rank
@@ -20,12 +20,12 @@ model's. The modules, in the order of their imports:
     weight                            a weight, with W, gamma, u and v beside it
     model_classes, targets            how the weights of known models are split, and which weights get PC
     layer                             the paper's layer, with PC(W) in its autograd graph: the readable reference
-    optim/                            Muon by the same means; AdamH and MuonH, which keep the norms of weights
-    followed, guard                   the parameters that optimizers have; no forward pass without PC(W)
+    optim/                            Muon on owner ranks; AdamH and MuonH, which keep the norms of weights
+    followed, guard                   W in the optimizers' parameter groups; no forward pass without PC(W)
     preconditioner                    PC(W) once per optimizer step
     api                               attach, precondition, preserve, merge, detach
     matrices, measure                 all matrices of a model, and how well they are conditioned
-    report/                           the same of any checkpoint, as tables and a page: `python -m pc.report MODEL`
+    report/                           the same for any checkpoint, as tables and a page: `python -m pc.report MODEL`
     integrations/                     PC in the trainers of Hugging Face, Lightning and TorchTitan
 
 The training recipe is the package `pc_recipe` beside this one.
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Imported when first used: the packages of the recipe that read configs need no torch.
+# Imported when first used, so that the parts of the recipe that only read configs do not import torch.
 _NAMES = {
     "api": ["attach", "detach", "merge", "plain_state_dict", "precondition", "preserve"],
     "config": ["MatrixSplit", "PCConfig"],

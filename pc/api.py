@@ -1,5 +1,5 @@
-"""What users call: `attach` marks the weights of a model that get PC, `precondition` makes PC(W), `preserve` makes the
-given weights PC(W), `merge` leaves a plain model with PC(W), `detach` one with W."""
+"""What users call: `attach` marks the weights of a model that get PC, `precondition` writes PC(W), `preserve` takes
+the given weights as PC(W), `merge` leaves a plain model with PC(W), `detach` one with W."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -23,7 +23,7 @@ from pc.weight import Weight, added_names, named_weights, require_precision
 
 
 def attach(model: nn.Module, config: PCConfig = PCConfig(), **settings: Any) -> nn.Module:
-    """Mark the weights that `config.blocks` matches, in place; returns the model, which says so when it is printed.
+    """Mark the weights that `config.blocks` matches, in place; returns the model. Printing it shows them.
 
     Nothing else changes, but forward passes are refused until `pc.precondition` is called. Call `attach` before wrapping
     with DDP or FSDP.
@@ -55,21 +55,20 @@ def precondition(
     *optimizers: Optimizer | Iterable[Optimizer],
     process_group: dist.ProcessGroup | None = None,
 ) -> Preconditioner:
-    """Write PC(W) into the weights of models after `pc.attach`, with W beside it (`pc.weight`), and make the preconditioner.
+    """Write PC(W) into the weights that `pc.attach` has marked, with W beside it (`pc.weight`); returns the preconditioner.
 
-    A model that has W already, as a copy or one of `torch.load`, keeps it.
+    A model that already has W, such as a copy or one from `torch.load`, keeps it.
 
     Args:
-        models: the model, or a list of its parts on this rank under pipeline parallelism; after sharding, with weights
-            off the meta device. Ranks of `DistributedDataParallel`, if that is what you give, share the work, except in
-            `write_pc`.
-        optimizers: all that train the model. The preconditioner follows them from now on (`follow`). Without optimizers,
-            call `follow` later, or `write_pc` after each step.
+        models: the model, or under pipeline parallelism a list of its parts on this rank; already sharded, with weights
+            off the meta device. If it is a `DistributedDataParallel`, its ranks share the work, except in `write_pc`.
+        optimizers: all optimizers that train the model. The preconditioner follows them from now on (`follow`). Without
+            optimizers, call `follow` later, or `write_pc` after each step.
         process_group: ranks that have equal weights and gradients, to share the work without DDP.
 
     Raises:
         UserError: no weight is marked, or one is on the meta device, is below float32, is shared, or has a
-            preconditioner already; the model is in FSDP1; those of `follow`. Model and optimizers are then as before.
+            preconditioner already; the model is in FSDP1; the errors of `follow`. Model and optimizers are then as before.
     """
     models = _listed(models)
     weights = _require_usable(models)
@@ -125,8 +124,8 @@ def _require_usable(models: list[nn.Module]) -> list[Weight]:
             )
         if [other.name for other in weights].count(weight.name) > 1:
             raise UserError(
-                f"two modules have PC of the name {weight.name}: call pc.attach on one module that holds both, such as an "
-                "nn.ModuleDict, and call pc.attach after what copies modules, as peft does (modules_to_save)"
+                f"two modules with PC have the name {weight.name}: call pc.attach on one module that holds both, such as an "
+                "nn.ModuleDict, and only after modules were copied, as by peft (modules_to_save)"
             )
     return weights
 
@@ -136,8 +135,8 @@ def _require_usable(models: list[nn.Module]) -> list[Weight]:
 def preserve(models: nn.Module | Iterable[nn.Module]) -> None:
     """Treat each marked weight as PC(W): set W, u and v to match, and gamma to 1. `weight` stays as it is.
 
-    Runs one singular value decomposition per matrix, on its owner rank. Call it when the weights exist, after DDP or FSDP,
-    and before `pc.precondition`; or after it, when given weights were loaded, and before the first step.
+    Runs one singular value decomposition per matrix, on its owner rank. Call it once the weights exist, after DDP or
+    FSDP and before `pc.precondition`; or, if you load given weights after `pc.precondition`, before the first step.
 
     Raises:
         UserError: no weight is marked, no W exists for this method or these settings, or weights are on the meta device.
@@ -163,14 +162,14 @@ def preserve(models: nn.Module | Iterable[nn.Module]) -> None:
 def plain_state_dict(model: nn.Module) -> dict[str, Any]:
     """The model's state dict with PC(W) under the names of a plain model, and without what PC has added."""
     _ensure_pc(model)
-    added = {clean_name(name) for name in added_names(model)}  # a wrapper may leave its part of a name out of the state
+    added = {clean_name(name) for name in added_names(model)}  # a wrapper may leave its prefix out of the state
     return {key: value for key, value in model.state_dict().items() if clean_name(key) not in added}
 
 
 def merge(model: nn.Module) -> nn.Module:
-    """Make every weight the plain parameter PC(W) of a layer as it was before `attach`, in place; returns the model.
+    """Turn every layer back into the plain one before `attach`, with PC(W) as its weight, in place; returns the model.
 
-    The result has no overhead and does not need this package (paper, remark 1). The optimizers get its parameters back.
+    The result has no overhead and does not need this package (paper, remark 1). Optimizers get the plain parameters back.
 
     Raises:
         UserError: there is no PC(W), or a weight was changed. The model is then as before.

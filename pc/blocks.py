@@ -2,7 +2,7 @@
 
 import fnmatch
 
-# The names of their modules end so: TorchTitan's first, then Hugging Face's.
+# How the names of their modules end: in TorchTitan, then in Hugging Face's models.
 BLOCK_SUFFIXES: dict[str, tuple[str, ...]] = {
     "q": ("attention.wq", "self_attn.q_proj"),
     "k": ("attention.wk", "self_attn.k_proj"),

@@ -72,11 +72,11 @@ class PCConfig:
         "parameter names. An entry of value None leaves a weight out. Classes in pc.model_classes.KNOWN need no entry.",
     )
     power_iterations: int = _key(10, "Power iterations per optimizer step (q in algorithm 3).")
-    norm_recovery: bool = _key(True, "Multiply by the norm that was divided by, so that it stays.")
+    norm_recovery: bool = _key(True, "Multiply by the norm that W was divided by, to restore it.")
     learnable_gamma: bool = _key(True, "Multiply by one learnable scalar per matrix, initialised to 1.")
     compute_dtype: ComputeDtype = _key(
         "float32",
-        "Precision of the matmuls of its polynomial. float32: no lower than the weight's own, float32 or float64.",
+        "Precision of the polynomial's matmuls. float32: no lower than the weight's own, float32 or float64.",
     )
 
     def __post_init__(self) -> None:
@@ -95,15 +95,15 @@ class PCConfig:
                 )
         if unknown := set(self.heads) - {"q", "k", "v"}:
             raise UserError(f"pc.heads: {sorted(unknown)[0]!r} is not one of q, k, v")
-        # by their names, so that configs with the same maps are equal
+        # by name, so that configs with the same maps are equal
         levels = {block: name_of(map) for block, map in self.maps.items()}
         object.__setattr__(self, "level", levels if isinstance(self.level, Mapping) else levels[self.blocks[0]])
         for coefficients in set(self.maps.values()):
             if abs((at_one := evaluate(coefficients, 1.0)) - 1.0) > TOLERANCE_AT_ONE:
                 warnings.warn(
-                    f"pc.level: coefficients {list(coefficients)} have g(1) = {at_one:.4g}, so the largest singular value of W "
-                    "becomes that factor times itself; the published maps have g(1) = 1",
-                    stacklevel=3,  # who calls PCConfig(...), by its __init__
+                    f"pc.level: coefficients {list(coefficients)} have g(1) = {at_one:.4g}, so PC multiplies the largest "
+                    "singular value of W by that factor; the published maps have g(1) = 1",
+                    stacklevel=3,  # the caller of PCConfig(...), behind its __init__
                 )
         for pattern, split in (self.splits or {}).items():
             if not isinstance(split, MatrixSplit | None):
@@ -138,6 +138,6 @@ class PCConfig:
     def for_block(self, block: str) -> "PCConfig":
         """The configuration of one entry of `blocks`, with that entry's level; heads and splits are resolved by then."""
         level = self.level[block] if isinstance(self.level, Mapping) else self.level
-        one = copy(self)  # not made anew: its values were checked, and warned of
+        one = copy(self)  # without __post_init__, which would repeat its checks and warnings
         vars(one).update(level=level, blocks=(block,), heads=(), splits=None)
         return one

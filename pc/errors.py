@@ -10,15 +10,15 @@ from collections.abc import Callable
 from pc.terminal import print_plainly
 
 DISK_ERRORS = {errno.EIO, errno.ESTALE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
-"""A disk or a server that fails, a full disk, no quota left, a limit of a file's size, a file system that has become
-read-only. They may pass, unlike a mistake."""
+"""A failing disk or server, a full disk, an exhausted quota, a limit on file size, a file system that became read-only.
+Unlike a user's mistake, they may pass."""
 
 
 class UserError(ValueError):
     """The message is one or two lines that name the key or file and say what would be valid."""
 
     kind, status = "error", 2
-    """How its line begins, and the status of the command that it ends."""
+    """How the printed line begins, and the exit status of the command."""
 
 
 def _reader_left() -> bool:
@@ -31,7 +31,7 @@ def _reader_left() -> bool:
 def exit_on_user_error(main: Callable[..., None]) -> Callable[..., None]:
     """Decorate a command's `main`: a `UserError` prints `error: ...` on stderr and exits with status 2.
 
-    So does an `OSError` about a named file or folder, such as none there or no permission; if the disk failed, the line
+    An `OSError` about a named file or folder, such as a missing one, is reported likewise; if the disk failed, the line
     begins with `failed: ` and the status is 1. A reader of the output who leaves early, such as `head`, ends the command
     in silence, and so does Ctrl-C. Any other exception is a bug in this project and keeps its traceback. All that the
     command prints is plain text.

@@ -1,4 +1,4 @@
-"""The parameters that optimizers have: W in place of PC(W), and gamma beside it."""
+"""What optimizers hold: W in place of PC(W), and gamma."""
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
@@ -14,7 +14,7 @@ from pc.weight import Weight
 
 
 def unwrapped(optimizers: Iterable[Any]) -> list[Optimizer]:
-    """Optimizers alone, of lists and of accelerate's wrappers."""
+    """The optimizers themselves, taken out of lists and of accelerate's wrappers."""
     found: list[Optimizer] = []
     for optimizer in optimizers:
         while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
@@ -29,13 +29,13 @@ def unwrapped(optimizers: Iterable[Any]) -> list[Optimizer]:
 
 
 def ids_of_parameters(*optimizers: Optimizer) -> set[int]:
-    # [:] is a plain list, where `Parameters` would refuse to be walked through
+    # [:] makes a plain list; iterating over `Parameters` may raise an error
     return {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"][:]}
 
 
 class Parameters(list):
-    """The parameters of a group. They cannot be walked through while there are gradients of PC(W): what unscales, clips or
-    measures gradients would miss these. Copies are plain lists.
+    """The parameters of a group. Iterating over them while there are gradients of PC(W) raises an error: code that
+    unscales, clips or measures gradients would miss those. Copies are plain lists.
 
     Args:
         preconditioner: its `before_walk` raises an error if there are such gradients.
@@ -62,7 +62,7 @@ def join(weights: Iterable[Weight], given: Iterable[Any], preconditioner: Any) -
         UserError: as `find_groups`. Optimizers are then as before.
     """
     weights = [*weights]
-    optimizers, joining = find_groups(weights, given, preconditioner)  # all found before the first joins
+    optimizers, joining = find_groups(weights, given, preconditioner)  # all checked before the first is changed
     for optimizer in optimizers:
         has = ids_of_parameters(optimizer)
         for group in optimizer.param_groups:
@@ -103,9 +103,9 @@ def leave(weights: Iterable[Weight], optimizer: Optimizer) -> None:
 
 
 def _introduce(optimizer: Optimizer, group: dict[str, Any], parameters: list[nn.Parameter]) -> None:
-    """Show parameters that join a group to the optimizer's own `add_param_group`, which may check or prepare them.
+    """Pass parameters that join a group to the optimizer's own `add_param_group`, which may check or prepare them.
 
-    The group that it makes goes again: one more group would break schedulers that exist already.
+    The group that this adds is removed again, because it would break existing schedulers.
     """
     if parameters and type(optimizer).add_param_group is not Optimizer.add_param_group:
         optimizer.add_param_group({**group, "params": parameters})
@@ -113,7 +113,7 @@ def _introduce(optimizer: Optimizer, group: dict[str, Any], parameters: list[nn.
 
 
 def _set_parameters(group: dict[str, Any], parameters: list[nn.Parameter], as_list: list[nn.Parameter]) -> None:
-    """Give a group other parameters, in a list of another class; the old list gets them too, because LBFGS keeps it."""
+    """Set a group's parameters, as the list `as_list`; the old list gets them too, because LBFGS keeps it."""
     group["params"][:] = parameters
     group["params"] = as_list
 
@@ -122,7 +122,7 @@ def _clearing(zero_grad: Callable, weights: list[Weight]) -> Callable:
     @wraps(zero_grad)
     def both(*args, **kwargs) -> None:
         for weight in weights:
-            weight.effective.grad = None  # also with set_to_none=False: while there is one, no step is taken
+            weight.effective.grad = None  # also with set_to_none=False: any gradient here blocks the step
         zero_grad(*args, **kwargs)
 
     both.without_pc = zero_grad  # type: ignore[attr-defined]
@@ -132,14 +132,14 @@ def _clearing(zero_grad: Callable, weights: list[Weight]) -> Callable:
 def find_groups(
     weights: Iterable[Weight], given: Iterable[Any], preconditioner: Any = None
 ) -> tuple[list[Optimizer], list[tuple[Weight, Any]]]:
-    """The optimizers, without lists and wrappers. Then each weight whose gamma none of them has, with the parameter group
-    that its gamma shall join.
+    """The optimizers, `unwrapped`. Then each weight whose gamma none of them has, with the parameter group that its gamma
+    is to join.
 
-    Nothing is changed, and `pc.precondition` need not have made W and gamma yet.
+    This changes nothing, and works before `pc.precondition` has made W and gamma.
 
     Raises:
-        UserError: no optimizer holds a weight that is trained, or two groups do; none can train its gamma; or one has
-            another preconditioner.
+        UserError: a trained weight is in no optimizer; `weight` and W are in two groups; no optimizer can train a gamma; or
+            one has another preconditioner.
     """
     optimizers = unwrapped(given)
     for optimizer in optimizers:
@@ -158,8 +158,8 @@ def find_groups(
         is_held = any(map(any, holding))
         if {(True, False), (False, True)} <= holding and (True, True) not in holding:
             raise UserError(
-                f"{weight.name}: {weight.attribute} and {weight.attribute}_orig are in two groups of optimizers; W, which is "
-                f"{weight.attribute}_orig, takes the place of {weight.attribute}, so put both into the group that shall train W"
+                f"{weight.name}: {weight.attribute} and {weight.attribute}_orig are in different parameter groups; W, "
+                f"which is {weight.attribute}_orig, replaces {weight.attribute}: put both into the group that should train W"
             )
         if is_trained and not is_held:
             raise UserError(
@@ -177,22 +177,23 @@ def find_groups(
         if group is None:
             continue
         holder = next(one for one in optimizers if any(group is other for other in one.param_groups))
-        if type(holder).__name__ == "ZeroRedundancyOptimizer":  # divided its parameters when it was made
+        if type(holder).__name__ == "ZeroRedundancyOptimizer":  # it divided its parameters among ranks when it was made
             raise UserError(
-                "a ZeroRedundancyOptimizer would not train parameters that join it: call preconditioner = "
-                "pc.precondition(model) first, then make it of model.parameters(), then preconditioner.follow(optimizer)"
+                "a ZeroRedundancyOptimizer would not train parameters added later: call preconditioner = "
+                "pc.precondition(model) first, then create it from model.parameters(), then preconditioner.follow(optimizer)"
             )
         joining.append((weight, group))
     return optimizers, joining
 
 
 def _group_for_gamma(weight: Weight, optimizers: list[Optimizer]) -> Any:
-    """The parameter group that a new gamma joins, of the optimizer that holds its weight: the weight's own if it has
-    vectors, or one with vectors and the same learning rate, or else the weight's own. The vectors are sharded as the weight
-    is, as one group may not mix them.
+    """The parameter group that a new gamma joins.
 
-    If that optimizer has no vectors, it may be for matrices alone: the first group with vectors of another one is taken. If
-    there is none either, the weight's own; None if it is of Muon, AdamH or MuonH.
+    In the optimizer that holds its weight: the weight's own group if it has vectors; else the first with vectors and the
+    same learning rate; else the weight's own. Only vectors sharded as the weight is count: a group must not mix shardings.
+
+    If that optimizer has no vectors, it may be for matrices alone: then the first group with vectors in another optimizer.
+    If there is none either: the weight's own, or None if it is of Muon, AdamH or MuonH.
     """
     mesh = getattr(weight.effective, "device_mesh", None)
 
@@ -207,7 +208,7 @@ def _group_for_gamma(weight: Weight, optimizers: list[Optimizer]) -> Any:
     if not groups:
         of_others = (group for other in optimizers for group in other.param_groups if has_vectors(group))
         return next(of_others, None if isinstance(holder, (torch.optim.Muon, Hyperball)) else own_group)
-    if not own_group.get("use_muon"):  # some optimizers have Muon for such groups, and AdamW for the others
+    if not own_group.get("use_muon"):  # some optimizers run Muon on such groups, and AdamW on the others
         groups = [group for group in groups if _rate(group) == _rate(own_group)]
     return own_group if has_vectors(own_group) or not groups else groups[0]
 

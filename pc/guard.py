@@ -10,18 +10,16 @@ from pc.weight import named_weights
 NO_PRECONDITIONER = (
     "it has no preconditioner; call pc.precondition(model, optimizer) after pc.attach, and after FSDP or DDP if used"
 )
-COPIED_EARLY = (
-    "this is a copy that was made when not all optimizers had stepped; call preconditioner.write_pc() before you copy"
-)
+COPIED_EARLY = "this copy was made before all optimizers had stepped; call preconditioner.write_pc() before you copy"
 
 
 class Guard:
-    """A hook before the forward pass of a module, or of one that holds it, whose `weight` is not PC(W) of its W. It writes
-    PC(W), or raises an error.
+    """A forward pre-hook of a module whose `weight` is not PC(W) of its W, and of the modules around it. It writes PC(W),
+    or raises an error.
 
     Args:
         reason: why there is no PC(W), for the error.
-        write: writes PC(W). A copy of the hook, in a copy of the module, has no `write`.
+        write: writes PC(W). The hook of a copied module has none.
     """
 
     def __init__(self, reason: str, write: Callable[[], None] | None = None) -> None:
@@ -43,7 +41,7 @@ class Guard:
 
 
 def run_guards(model: nn.Module) -> None:
-    """Raise a `UserError` if a module's `weight` is not PC(W), and cannot be written."""
+    """Write PC(W) where a guard finds it missing; raise a `UserError` where it cannot be written."""
     for module in model.modules():
         for hook in [*module._forward_pre_hooks.values()]:
             if isinstance(hook, Guard):
@@ -51,7 +49,7 @@ def run_guards(model: nn.Module) -> None:
 
 
 def remove_guards(modules: Iterable[nn.Module]) -> bool:
-    """Whether there were some."""
+    """Remove them; returns whether there were any."""
     guards = [(m, key) for m in modules for key, hook in m._forward_pre_hooks.items() if isinstance(hook, Guard)]
     for module, key in guards:
         del module._forward_pre_hooks[key]

@@ -1,5 +1,5 @@
-"""PC(W), and the paper's layer, which computes it in every forward pass, inside the autograd graph. The readable reference
-that the library is tested against; training by `pc.precondition` computes the same once per optimizer step."""
+"""PC(W), and the paper's layer, which computes it in every forward pass, inside the autograd graph. This is the readable
+reference that tests compare with; `pc.precondition` computes the same once per optimizer step."""
 
 from typing import Any
 
@@ -100,7 +100,7 @@ def put_in_graph(model: nn.Module, config: PCConfig) -> dict[str, PCLinear]:
     tests and measurements.
 
     Returns:
-        them by name; `refresh` each after every optimizer step.
+        the new layers by name; `refresh` each after every optimizer step.
 
     Raises:
         UserError: a weight that is not one matrix of an `nn.Linear`.

@@ -1,4 +1,4 @@
-"""The maps by name: levels, their coefficients, and the check of a map of one's own. Needs no torch.
+"""The maps by name: levels, their coefficients, and the check of a user's own map. Needs no torch.
 
 A map is odd: `g(sigma) = sigma * p(sigma^2)`. It is stored as the coefficients of `p` from degree 0 up, so
 `(1.5, -0.5)` means `1.5 sigma - 0.5 sigma^3`. A composite of several maps is a tuple of such tuples, in order of
@@ -40,18 +40,18 @@ POLAR_EXPRESS: tuple[Coefficients, ...] = (
 LEVELS: dict[int | str, Map] = {**dict(sorted(COEFFICIENTS.items())), "polar_express": POLAR_EXPRESS}
 LEVEL_NAMES = ", ".join(map(str, LEVELS))
 
-# W / s has a singular value above 1 where s is too low. Levels 1 to 4 may be evaluated up to REACH: they stay below 1.26
-# there. Polar Express is bounded on [0, OTHER_REACH], and one's own maps are checked there.
+# If the estimate s is too low, W / s has a singular value above 1. Levels 1 to 4 may be evaluated up to REACH: they stay
+# below 1.26 there. Polar Express is bounded on [0, OTHER_REACH], where a user's own maps are checked.
 REACH, OTHER_REACH = 1.2, 1.1
 # Own coefficients: the values that g may take on [0, OTHER_REACH], and how far g(1) may be from 1 without a warning.
 OWN_MAP_RANGE = (-0.05, 1.1)
 TOLERANCE_AT_ONE = 0.02
-# Of the sizes of own coefficients, together: at 2,000 PC(W) has an error of some 1 % in tf32.
+# The largest sum of own coefficients' absolute values: at 2,000, PC(W) has an error of some 1 % in tf32.
 LARGEST_COEFFICIENTS = 2_000
 
 
 def resolve(level: int | str | Sequence[float]) -> Map:
-    """The map of a level: a key of `LEVELS`, or coefficients of one's own.
+    """The map of a level: a key of `LEVELS`, or the user's own coefficients.
 
     Raises:
         UserError: no such level, or coefficients that are not usable.
@@ -77,15 +77,15 @@ def _is_number(value: Any) -> bool:
 
 @cache
 def _require_usable(coefficients: Coefficients) -> None:
-    """Check a map of one's own on [0, OTHER_REACH], the range of singular values after division by the estimated norm.
+    """Check a user's own map on [0, OTHER_REACH], the range of singular values after division by the estimated norm.
 
-    The published maps stay within [0, 1.021] there, with coefficients of at most 40 together. Values far outside [0, 1] would
-    flip singular vectors or let the norm grow. Large coefficients cancel, and what is left are their rounding errors.
+    The published maps stay within [0, 1.021] there, with absolute coefficients that sum to about 40 at most. Values far
+    outside [0, 1] would flip singular vectors or let the norm grow. Large coefficients cancel and leave rounding errors.
     """
     if (size := sum(map(abs, coefficients))) > LARGEST_COEFFICIENTS:
         raise UserError(
-            f"pc.level: coefficients {list(coefficients)}: their sizes add up to {size:.3g}, so in tf32 rounding decides PC(W); up to "
-            f"{LARGEST_COEFFICIENTS:,} are usable: take a lower degree or a larger cutoff"
+            f"pc.level: coefficients {list(coefficients)}: their absolute values sum to {size:.3g}, so in tf32 rounding "
+            f"errors dominate PC(W); at most {LARGEST_COEFFICIENTS:,} is usable: take a lower degree or a larger cutoff"
         )
     lowest, highest = OWN_MAP_RANGE
     values = ((x, evaluate(coefficients, x)) for x in (OTHER_REACH * i / 10_000 for i in range(10_001)))
@@ -98,7 +98,7 @@ def _require_usable(coefficients: Coefficients) -> None:
 
 
 def name_of(map: Map) -> Any:
-    """The key of `LEVELS` of a map, also if it was given by its coefficients; else the coefficients."""
+    """A map's key in `LEVELS`, even if it was given by its coefficients; without a key, the coefficients."""
     return next((name for name, published in LEVELS.items() if published == map), map)
 
 
@@ -113,7 +113,7 @@ def evaluate(map: Map, sigma):
 
 
 def reach(name: Any) -> float:
-    """Up to which value a map may be evaluated; `name` is what `name_of` gives for it."""
+    """The largest value at which a map may be evaluated; `name` is what `name_of` returns for it."""
     return REACH if name in COEFFICIENTS else OTHER_REACH
 
 

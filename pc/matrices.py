@@ -11,7 +11,7 @@ from pc.splits import WeightSplit, split_of
 from pc.targets import all_splits, clean_name
 from pc.weight import ADDED
 
-_ALL_PARTS = PCConfig()  # a split gives the parts that have a config; here all
+_ALL_PARTS = PCConfig()  # a split returns only the parts that have a config, so each gets one
 
 
 @dataclass(frozen=True)
@@ -19,16 +19,16 @@ class Stored:
     """A stored weight that is one matrix or several."""
 
     name: str
-    """of the parameter"""
+    """the parameter's"""
     layer: str
-    """its numbered layer, as "model.layers.3"; "" outside of layers"""
+    """its numbered layer, such as "model.layers.3"; "" outside of layers"""
     blocks: tuple[str, ...]
-    """of its parts: q, k, v, o, gate, up, down where that is known, else what its module or part is called"""
+    """the blocks of its parts: q, k, v, o, gate, up, down where known, else the name of the module or part"""
     split: WeightSplit
 
     @property
     def shapes(self) -> list[tuple[int, int, int]]:
-        """Of each part: how many matrices, their rows, their columns."""
+        """For each part: number of matrices, rows, columns."""
         stack = self.split.stack[0] if self.split.stack else 1
         return [(stack * part.count, part.rows, self.split.columns) for part in self.split.parts]
 
@@ -40,7 +40,7 @@ class Stored:
 def stored_weights(model: nn.Module) -> tuple[list[Stored], list[str]]:
     """The weights of a model that are matrices, by layer, and a line about each other parameter of two dimensions or more.
 
-    A weight that is not known to be several matrices is one. Biases, and tensors that PC adds to a weight, get no line.
+    A weight is one matrix unless it is known to be several. Biases, and tensors that PC adds to a weight, get no line.
 
     Raises:
         UserError: a split of a known class does not fit its weight.
@@ -72,9 +72,9 @@ def _why_not(name: str, parameter: Tensor, is_known: bool) -> str:
     if parameter.is_complex() or not parameter.is_floating_point():
         return f"{parameter.dtype} is no real floating-point type".replace("torch.", "")
     if parameter.dtype.itemsize < 2:
-        return "of 8 bits, whose scales are not known"
+        return "8-bit, with unknown scales"
     if parameter.ndim > 3 or (parameter.ndim == 3 and not is_known and "expert" not in name):
-        return f"of {parameter.ndim} dimensions, not known to be matrices"
+        return f"has {parameter.ndim} dimensions, and is not known to be matrices"
     if min(parameter.shape[-2:]) == 1:
         return "a vector"
     return ""
@@ -91,7 +91,7 @@ def _natural(layer: str) -> list[tuple[str, int]]:
 
 
 def _label(name: str) -> str:
-    """What a weight that is none of the blocks is called: "router" for "layers.0.router.weight". It is never one of their
-    names: a router that is called gate is "mlp.gate"."""
+    """A name for a weight that is none of the blocks: "router" for "layers.0.router.weight". It is never a block's name:
+    a router named gate becomes "mlp.gate"."""
     words = [word for word in name.removesuffix(".weight").split(".") if not word.isdigit()]
     return ".".join(words[-2:] if words[-1:] and words[-1] in BLOCK_SUFFIXES else words[-1:]) or "weight"

@@ -1,8 +1,8 @@
-"""How well the matrices of a model are conditioned, beside random matrices of the same shapes, and what PC would make of it.
+"""How well a model's matrices are conditioned, compared with random matrices of the same shapes, and what PC would change.
 
-Singular values are square roots of the eigenvalues of the smaller Gram matrix in float64. Where the squaring could change
-the condition number by more than `GRAM_ERROR` of it, as it does from about 1e3 on, a singular value decomposition takes its
-place, which is three times slower.
+Singular values are square roots of the eigenvalues of the smaller Gram matrix in float64. Where squaring could change the
+condition number by a relative `GRAM_ERROR` or more, from condition numbers of about 1e3 on, a singular value decomposition
+is used instead, which is three times slower.
 """
 
 import math
@@ -23,12 +23,12 @@ PAPER_LEVELS = tuple(sorted(COEFFICIENTS))
 PC_BLOCKS = ("o", "gate", "up", "down")  # those of PCConfig's default
 SMALL = 0.01
 GRAM_ERROR = 1e-10
-_POINTS = 100_000  # of the density of Marchenko and Pastur
+_POINTS = 100_000  # at which the Marchenko-Pastur density is summed
 
 
 @dataclass(frozen=True)
 class Figures:
-    """Of the singular values of one matrix."""
+    """Statistics of the singular values of one matrix."""
 
     largest: float
     condition: float
@@ -42,7 +42,7 @@ class Figures:
 
 
 def figures(sigma: Tensor) -> Figures:
-    """Of singular values [k] in any order, not all zero."""
+    """The `Figures` of singular values [k] in any order, not all zero."""
     largest = sigma.max()
     return Figures(
         largest=largest.item(),
@@ -54,10 +54,10 @@ def figures(sigma: Tensor) -> Figures:
 
 
 def exact_singular_values(matrix: Tensor) -> tuple[Tensor, str]:
-    """Singular values of [n, m], ascending, in float64, and what they were computed by, "gram" or "svd"."""
+    """Singular values of [n, m], ascending, in float64, and how they were computed: "gram" or "svd"."""
     sigma = singular_values(matrix)
     tenth = sigma[: math.ceil(len(sigma) / 10)]
-    # eigenvalues are off by some epsilon of the largest, s^2, so a singular value t by epsilon s^2 / (2 t)
+    # an eigenvalue is off by about epsilon times the largest, s^2, so a singular value t by epsilon s^2 / (2 t)
     error = torch.finfo(sigma.dtype).eps * sigma[-1].square() * tenth.reciprocal().mean() / (2 * tenth.mean())
     if error < GRAM_ERROR:
         return sigma, "gram"
@@ -66,7 +66,7 @@ def exact_singular_values(matrix: Tensor) -> tuple[Tensor, str]:
 
 @cache
 def gaussian_singular_values(rows: int, columns: int) -> Tensor:
-    """What to expect of a matrix of independent normal entries of variance 1, ascending [min(rows, columns)], float64.
+    """Expected singular values of a matrix of independent normal entries of variance 1, [min(rows, columns)], ascending.
 
     These are quantiles, one for each singular value, of the density of Marchenko and Pastur. The largest one is a little below
     the density's edge, as that of a finite matrix is.
@@ -74,7 +74,7 @@ def gaussian_singular_values(rows: int, columns: int) -> Tensor:
     short, long = sorted((rows, columns))
     ratio = math.sqrt(short / long)
     low, high = (1 - ratio) ** 2, (1 + ratio) ** 2
-    # by the angle of the half circle, in which the density has no edge: eigenvalue = centre - radius cos(angle)
+    # integrated over the angle of the semicircle, in which the density has no edge: eigenvalue = centre - radius cos(angle)
     angle = (torch.arange(_POINTS, dtype=torch.float64) + 0.5) * (math.pi / _POINTS)
     eigenvalue = (low + high) / 2 - (high - low) / 2 * angle.cos()
     cumulated = (angle.sin().square() / eigenvalue).cumsum(0)
@@ -93,7 +93,7 @@ class Measured:
     """One matrix."""
 
     name: str
-    """of its parameter, with [i] for the i-th of several matrices of a part"""
+    """its parameter's, with [i] for the i-th of several matrices of a part"""
     layer: str
     block: str
     shape: tuple[int, int]
@@ -108,7 +108,7 @@ class Measured:
 
     @property
     def random(self) -> Figures:
-        """Of a Gaussian matrix of this shape, with entries of variance 1."""
+        """The figures of a Gaussian matrix of this shape, with entries of variance 1."""
         return _gaussian_figures(*self.shape)
 
     @property
@@ -163,7 +163,7 @@ class Conditioning:
         return [matrix for matrix in self.in_layers if matrix.block in PC_BLOCKS]
 
     def by_block(self, of_layers: bool) -> dict[str, list[Measured]]:
-        """Of numbered layers, or what lies outside of them: embeddings, heads. q, k, v and PC's own come first."""
+        """The matrices of numbered layers, or those outside them (embeddings, heads). q, k, v and `PC_BLOCKS` come first."""
         chosen = [matrix for matrix in self.matrices if bool(matrix.layer) == of_layers]
         blocks = dict.fromkeys(["q", "k", "v", *PC_BLOCKS, *(matrix.block for matrix in chosen)])
         of_block = {block: [matrix for matrix in chosen if matrix.block == block] for block in blocks}
@@ -190,12 +190,12 @@ def cost_bound(shape: Sequence[int], tokens: int, config: PCConfig) -> float:
 
 
 def work(stored: Stored) -> float:
-    """Relative time of a stored weight: products of its Gram matrices, and three times their cubes for the eigenvalues."""
+    """Relative time to measure a stored weight: the matmul of each Gram matrix [r, r], and 3 r^3 for its eigenvalues."""
     return sum(count * min(n, m) ** 2 * (2.0 * max(n, m) + 3.0 * min(n, m)) for count, n, m in stored.shapes)
 
 
 def sample_layers(weights: Sequence[Stored], count: int) -> list[Stored]:
-    """Those of `count` layers, the first, the last and evenly between, and all outside of layers."""
+    """The weights of `count` layers, evenly spaced from the first to the last, and all outside of layers."""
     layers = list(dict.fromkeys(stored.layer for stored in weights if stored.layer))
     last, steps = len(layers) - 1, max(count - 1, 1)
     chosen = {"", *(layers[round(i * last / steps)] for i in range(min(count, len(layers))))}
@@ -208,14 +208,14 @@ def conditioning(
     layers: int | None = None,
     watch: Callable[[list[Stored]], Iterable[Stored]] = iter,
 ) -> Conditioning:
-    """Measure every matrix of a model, one at a time, where its tensors are.
+    """Measure every matrix of a model, one at a time, on the device of its tensors.
 
-    Of a model with PC it measures PC(W). Peak memory is that of the largest weight, in float64, and of its Gram matrix.
+    In a model with PC it measures PC(W). Peak memory is the largest weight in float64, and its Gram matrix.
 
     Args:
         load: gives a parameter by its name; default: the model's own.
         layers: measure this many layers only.
-        watch: passes on what is given, and shows the progress.
+        watch: yields the weights that it is given, and shows progress.
 
     Raises:
         UserError: a split of a known class does not fit its weight.

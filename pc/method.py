@@ -29,7 +29,7 @@ from pc.spectral import (
 
 GRID = 10_001  # grid points on [0, 1] that bracket the roots
 TOLERANCE = 1e-6  # of g(1) = 1; an error there is a relative error of the largest singular value
-USE_AS_W = 'use them as W: without pc.preserve, or in the recipe by its key pc.start = "raw"'
+USE_AS_W = 'use them as W: skip pc.preserve, or in the recipe set pc.start = "raw"'
 
 
 @contextmanager
@@ -53,14 +53,14 @@ class Method:
 
     u and v follow the leading singular vectors of W, once per optimizer step; they are constants for the gradient. Each
     matrix's owner calls `write` and `pull_back` once per step (`pc.preconditioner`), with batches of independent matrices:
-    W [B, n, m], gamma [B, 1], u [B, n], v [B, m]. A `PCLinear` calls `apply` in every forward pass, and
-    `advance`, on one matrix without B.
+    W [B, n, m], gamma [B, 1], u [B, n], v [B, m]. A `PCLinear` calls `apply`, in every forward pass, and
+    `advance` on one matrix, without B.
 
     Args:
         config: with one level.
 
     Attributes:
-        reach: the largest singular value divided by its estimate u^T W v may be so much, such as 1.2.
+        reach: the most, such as 1.2, that the largest singular value divided by its estimate u^T W v may be.
     """
 
     def __init__(self, config: PCConfig) -> None:
@@ -75,7 +75,7 @@ class Method:
         return said + ("" if self.config.norm_recovery else ", norm 1")
 
     def apply(self, weight: Tensor, gamma: Tensor | None, u: Tensor, v: Tensor) -> Tensor:
-        """PC(W), [..., n, m], by operations that autograd can follow: the definition. Without a gamma it is 1."""
+        """PC(W), [..., n, m], by operations that autograd can follow: the definition. gamma None: 1."""
         s = spectral_norm_estimate(weight, u, v)[..., None, None]
         result = polynomial.apply(self.map, weight / s)
         scale = s.detach() if self.config.norm_recovery else None
@@ -85,18 +85,18 @@ class Method:
         return result if scale is None else result * scale
 
     def advance(self, weight: Tensor, u: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """u and v after one more optimizer step, checked by `spectral.second_opinion`, and the third of its results."""
+        """u and v for the next optimizer step, checked by `spectral.second_opinion`, and its third result."""
         u, v = power_iteration(weight, u, v, self.config.power_iterations)
         return second_opinion(weight, polynomial.gram_matrix(weight), u, v, self.reach)
 
     @torch.no_grad()
     @matmul_precision("ieee")
     def write(self, weight: Tensor, gamma: Tensor, u: Tensor, v: Tensor, *, advance: bool = True) -> tuple[Tensor, ...]:
-        """PC(W), by u and v that advance first, unless the argument `advance` is False.
+        """PC(W). u and v advance first, unless the argument `advance` is False.
 
         Returns:
             PC(W) [B, n, m]; the new u and v; the third result of `second_opinion` [B], 0 without `advance`; and further
-            tensors, which `pull_back` of the same W, u and v can use again.
+            tensors, which `pull_back` with the same W, u and v can reuse.
         """
         with self._polynomial_precision():
             gram = polynomial.gram_matrix(weight)
@@ -162,12 +162,12 @@ class Method:
         at_one = maps.evaluate(self.map, 1.0)
         if abs(at_one - 1.0) > TOLERANCE:
             raise UserError(
-                f"given weights can be preserved where g(1) = 1, but level {self.config.level} has {at_one:.6g}; "
+                f"given weights can be preserved only if g(1) = 1, but level {self.config.level} has {at_one:.6g}; "
                 + USE_AS_W
             )
         if not self.config.norm_recovery:
             raise UserError(
-                f"given weights can be preserved with norm_recovery, without which PC(W) has norm 1; or {USE_AS_W}"
+                f"given weights can be preserved only with norm_recovery, without which PC(W) has norm 1; or {USE_AS_W}"
             )
 
     def _polynomial_precision(self):

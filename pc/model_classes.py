@@ -1,8 +1,8 @@
 """How the weights of known model classes are split.
 
-From the general to the special: what transformers says of a stack of experts, linear layers that are known by the names
-of all layers of their module, and a table of classes. No parameter of a class whose name ends in "Router" is one of the
-blocks.
+From the general to the specific, which wins: what transformers says about a stack of experts; linear layers recognised
+by the names of all layers of their module; a table of classes. No parameter of a class whose name ends in "Router" is one
+of the blocks.
 """
 
 from collections.abc import Callable
@@ -13,12 +13,12 @@ from torch import nn
 from pc.config import MatrixSplit
 
 Splits = dict[str, MatrixSplit | Callable[[Any], MatrixSplit] | None]
-"""Of the parameters of a module, by their names in it. A function gives the split; None: known, and not one of the
+"""Splits of a module's parameters, by their names in it. A function computes the split; None: known to be none of the
 blocks."""
 
 _QKV = ("q", "k", "v")
 
-# Names of linear layers that, together in one module, leave no doubt what each is.
+# Names of linear layers that tell what each is if all of them are in one module.
 _TOGETHER: tuple[dict[str, str], ...] = (
     {"q_proj": "q", "k_proj": "k", "v_proj": "v", "o_proj": "o"},
     {"q_proj": "q", "k_proj": "k", "v_proj": "v", "out_proj": "o"},
@@ -46,7 +46,7 @@ def _by_group(attention: Any) -> MatrixSplit:
 
 
 def _falcon(attention: Any) -> MatrixSplit:
-    """Key and value of each group of queries follow it. There is one group, or one for each head, or some."""
+    """Each group of queries is followed by its key and value. There is one group, or one for each head, or some."""
     grouped = attention.new_decoder_architecture or attention.multi_query
     groups = attention.num_kv_heads if grouped else attention.num_heads
     return MatrixSplit(_QKV, sizes=(attention.num_heads // groups, 1, 1), repeats=groups)
@@ -61,7 +61,7 @@ def _linear_attention(attention: Any) -> MatrixSplit:
 
 _FACTORED_ATTENTION: Splits = {
     **_one(q_a_proj="q", q_b_proj="q"),
-    **_none("kv_a_proj_with_mqa"),  # keys and values have it in common
+    **_none("kv_a_proj_with_mqa"),  # shared by keys and values
     "kv_b_proj.weight": lambda module: MatrixSplit(
         ("k", "v"), sizes=(module.qk_nope_head_dim, module.v_head_dim), repeats=module.num_heads
     ),
@@ -72,8 +72,8 @@ _GATED_QUERY: Splits = {  # each head's query, then the gate of its output
 _GATE_UP: Splits = {"gate_up_proj.weight": MatrixSplit(("gate", "up")), **_one(down_proj="down")}
 _NUMBERED = {"w1": "gate", "w2": "down", "w3": "up"}
 
-# Weights of classes of transformers, TorchTitan, torch and others that the names of layers do not tell: parameters by the
-# class of the module that they belong to.
+# Weights of transformers, TorchTitan, torch and others that the names of layers do not identify: parameters by the class
+# of their module.
 KNOWN: dict[str, Splits] = {
     "Phi3Attention": {"qkv_proj.weight": _by_group},
     "PhiAttention": _one(dense="o"),
@@ -160,7 +160,7 @@ for _name in _BERTS.split():
 
 
 def splits_of_module(module: nn.Module) -> dict[str, MatrixSplit | None]:
-    """Splits of the parameters of a module, as far as its class, or the names of its layers, make them known."""
+    """Splits of the parameters of a module, as far as its class or the names of its layers tell them."""
     name = type(module).__name__
     if name.endswith("Router"):
         return dict.fromkeys(key for key, _ in module.named_parameters())
@@ -170,7 +170,7 @@ def splits_of_module(module: nn.Module) -> dict[str, MatrixSplit | None]:
 
 
 def _of_experts(module: Any) -> Splits:
-    """Of a stack of experts of transformers, which says itself how it is stored (`use_experts_implementation`)."""
+    """Splits of a stack of experts in transformers, whose attributes say how it is stored (`use_experts_implementation`)."""
     if not hasattr(module, "is_concatenated"):
         return {}
     names = [key for key, parameter in module.named_parameters(recurse=False) if parameter.ndim > 1]
@@ -185,7 +185,7 @@ def _of_experts(module: Any) -> Splits:
 
 
 def _of_layers(module: nn.Module) -> Splits:
-    """Of a module whose linear layers have names of `_TOGETHER`."""
+    """Splits of a module whose linear layers have names of `_TOGETHER`."""
     layers = {key: child for key, child in module.named_children() if isinstance(child, nn.Linear)}
     splits: Splits = {}
     for blocks in _TOGETHER:

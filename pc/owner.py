@@ -54,8 +54,8 @@ class Plan:
             stack [E, n, m] of E matrices; then all tensors of the item begin with E. A plain tensor must be the same on
             every rank.
         outputs: the tensors of each item to write results into, all of one dtype; they may also be inputs.
-        settings: of each item, for the function; None for all by default.
-        costs: of a matrix of each item; the default is `matrix_cost`.
+        settings: one for each item, passed to the function; by default None.
+        costs: for each item, that of one of its matrices; by default `matrix_cost`.
         sharing: ranks that share the work on items without shards; by default each computes all of them.
 
     Raises:
@@ -110,14 +110,14 @@ class Plan:
 
     @property
     def batches(self) -> list[tuple[tuple[int, int | None], ...]]:
-        """Of each call of the function on this rank, in order: item and index in its stack (None: single) of every
-        matrix. Plans of the same weights, settings, costs and `sharing` have the same batches."""
+        """For each call of the function on this rank, in order: item and index in its stack (None: not in a stack) of
+        every matrix. Plans of the same weights, settings, costs and `sharing` have the same batches."""
         return [tuple((m.item, m.index) for m in batch) for bucket in self._buckets for batch in bucket.batches]
 
 
 class RecentPlans:
-    """The plans that were used last, by a key; the others go, as where experts without tokens have no gradient and each
-    step has another set of weights."""
+    """The plans used last, by a key. Older ones are dropped: if experts without tokens have no gradient, each step may have
+    another set of weights."""
 
     LIMIT = 8
 
@@ -177,7 +177,7 @@ def _group(tensors: Sequence[Tensor], sharing: dist.ProcessGroup | None) -> _Gro
 
 @lru_cache(maxsize=None)
 def _group_of(mesh: DeviceMesh, dimensions: Ints, world: dist.ProcessGroup) -> _Group:
-    """All ranks of some mesh dimensions; made anew for another `world`, as after `destroy_process_group`."""
+    """All ranks of some mesh dimensions; `world` is a key of the cache, which `destroy_process_group` must invalidate."""
     axes = (range(n) if d in dimensions else [mesh.get_local_rank(d)] for d, n in enumerate(mesh.shape))
     # in the order in which process groups number their ranks
     places = tuple(sorted(itertools.product(*axes), key=lambda place: int(mesh.mesh[place])))
@@ -186,8 +186,8 @@ def _group_of(mesh: DeviceMesh, dimensions: Ints, world: dist.ProcessGroup) -> _
     elif len(places) == world.size():
         group = world
     else:
-        # by its own ranks alone: a pipeline stage without matrices makes no plan
-        ranks = [int(mesh.mesh[place]) for place in places]  # this one among them, so there is a group, not a number
+        # created by its own ranks alone: a pipeline stage without matrices makes no plan
+        ranks = [int(mesh.mesh[place]) for place in places]  # with this one, so `new_group` returns a group
         group = cast(dist.ProcessGroup, dist.new_group(ranks, use_local_synchronization=True))
     return _Group(group, dist.get_rank(group), mesh.shape, places)
 
@@ -196,8 +196,8 @@ def _matrices(group: _Group, item: int, given: Item, wanted: Item, settings: Has
     """The matrices of an item that a group's ranks hold together."""
 
     def sharding(tensor: Tensor) -> Sharding:
-        """Shape and placements as the group sees them. For a rank alone its shard is the whole tensor, so index 0 of a stack
-        is the first matrix that this rank holds."""
+        """Shape and placements as the group sees them. For a rank alone its shard counts as the whole tensor, so index 0 of
+        a stack is the first matrix that this rank holds."""
         if group.process_group and isinstance(tensor, DTensor) and sharded_dims(tensor):
             return tensor.shape, tensor.placements
         return local(tensor).shape, (Replicate(),) * len(group.sizes)
@@ -211,9 +211,9 @@ def _matrices(group: _Group, item: int, given: Item, wanted: Item, settings: Has
 
 
 class _Matrix:
-    """One stored matrix, of one part or several, with all that belongs to it.
+    """One stored matrix, of one part or several, with the other tensors of its item.
 
-    Item and index in its stack (None: single); sides: inputs, outputs.
+    index: in its stack, or None; sides: shardings of inputs and outputs.
     """
 
     def __init__(self, item: int, index: int | None, settings: Hashable, sides: list[list[Sharding]], size: int):
@@ -227,7 +227,7 @@ class _Matrix:
 
         Args:
             nearest_to: a rank that needs one copy of each piece. Where a tensor is replicated over a mesh dimension,
-                several ranks hold the same piece; only the one with this rank's coordinate there gives it.
+                several ranks hold the same piece; only the one with the coordinate of `nearest_to` there gives it.
         """
         place = group.places[holder]
         other = place if nearest_to is None else group.places[nearest_to]
@@ -287,7 +287,7 @@ class _Bucket:
         like = local(inputs[0][0])
         if self.sends_inputs:
             shards = self._exchange(shards, self.held[INPUTS], self.owned[INPUTS], like)
-        # Else every owner has its inputs whole, and `held` gives them to itself alone: it is what `owned` would receive.
+        # Otherwise every owner holds its inputs whole, and these shards are what it would receive.
         batches = self._assemble(shards, like)
         results = []
         for batch in self.batches:
@@ -303,7 +303,7 @@ class _Bucket:
             torch._foreach_copy_([p.of_shard(outputs) for p in itertools.chain(*self.held[OUTPUTS])], received)
 
     def _assemble(self, received: list[Tensor], like: Tensor) -> list[list[Tensor]]:
-        """Put the pieces received together: the batches of this rank."""
+        """Assemble the received pieces into the batches of this rank."""
         if not self.sends_inputs and all(len(batch) == 1 for batch in self.batches):  # not copied
             counts = [len(batch[0].shapes[INPUTS]) for batch in self.batches]
             views = iter([shard[None] for shard in received])
@@ -335,7 +335,7 @@ class _Bucket:
 
 
 def _chunks(matrices: list[_Matrix], limit: int) -> list[list[_Matrix]]:
-    """The largest first, alike ones together, in chunks of at most `limit` bytes or of one matrix."""
+    """The largest first, equal shapes together, in chunks of at most `limit` bytes or of one matrix."""
     chunks: list[list[_Matrix]] = []
     held = 0
     for matrix in sorted(matrices, key=lambda m: (-m.bytes, m.shapes)):

@@ -95,7 +95,7 @@ def _values(coefficients: Coefficients, gram: Tensor) -> list[Tensor]:
     """`p(G)` for symmetric `G` [B, r, r], and then that of each polynomial inside p.
 
     A quadratic takes one matmul. A quartic is the square of a quadratic plus a linear term, so it takes two, and with
-    smaller numbers than Horner's rule. Any other p is `G q(G) + a_0 I`: one more than q. So
+    smaller numbers than Horner's rule. Any other p is `G q(G) + a_0 I`: one matmul more than q. So
 
         degree 3:  [p(G), q(G)]       p(G) = G q(G) + a_0 I, with the quadratic q
         degree 4:  [p(G), root(G)]    p(G) = factor root(G)^2 + linear G + constant I (`maps.complete_square`)

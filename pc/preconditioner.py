@@ -1,7 +1,7 @@
 """PC once per optimizer step, because the weights change only then.
 
 `weight` is PC(W), so forward and backward passes are those of a plain model, for any number of micro-batches and any
-parallelism. Where a gradient is says what it is of:
+parallelism. The attribute that holds a gradient says what it is the gradient of:
 
     backward()             weight.grad: of PC(W)
     pull_back()            weight.grad becomes weight_orig.grad and weight_gamma.grad: a vector-Jacobian product
@@ -38,17 +38,17 @@ from pc.splits import Kept, WeightSplit
 from pc.targets import counted, wildcard_layers
 from pc.weight import Weight, named_weights, require_precision
 
-# What a rank keeps from write_pc() to pull_back(), at most; it computes the rest again. Both need more while they run.
+# The most that a rank keeps from write_pc() to pull_back(); it recomputes the rest. Both need more while they run.
 KEPT_BYTES = 256 * 2**20
 
 NOT_PULLED_BACK = (
-    "there are gradients of PC(W), without preconditioner.pull_back() since the last backward(); it makes them those of W: "
-    "call it before what unscales, clips or measures gradients, and before optimizer.step()"
+    "there are gradients of PC(W): preconditioner.pull_back(), which turns them into those of W, was not called after the "
+    "last backward(); call it before gradients are unscaled, clipped or measured, and before optimizer.step()"
 )
 
 
 def reshard(models: Iterable[nn.Module]) -> None:
-    """Let FSDP's modules have the sharded parameters: while they hold unsharded ones, a write to a shard has no effect."""
+    """Put sharded parameters back into FSDP's modules: while they hold unsharded ones, a write to a shard has no effect."""
     for model in models:
         for module in model.modules():
             if isinstance(module, FSDPModule):
@@ -56,7 +56,7 @@ def reshard(models: Iterable[nn.Module]) -> None:
 
 
 class NotForDDP:
-    """Read by `DistributedDataParallel` when it wraps a model, which would wait for gradients of W in backward passes."""
+    """Read by `DistributedDataParallel` when it wraps a model: in backward passes it would wait for gradients of W."""
 
     def __iter__(self):
         raise UserError("DDP cannot wrap a model after pc.precondition: call pc.precondition(ddp, optimizer) after it")
@@ -66,7 +66,7 @@ _live: "weakref.WeakSet[Preconditioner]" = weakref.WeakSet()
 
 
 def preconditioners_of(*models: nn.Module) -> "list[Preconditioner]":
-    """Those of weights in the models; a copy of a model has none."""
+    """The preconditioners of weights in the models; a copy of a model has none."""
     modules = {module for model in models for module in model.modules()}
     return [one for one in _live if any(w.module in modules for w in one.weights.values())]
 
@@ -88,16 +88,16 @@ class Preconditioner:
         self.weights: dict[str, Weight] = {name: w for model in models for name, w in named_weights(model)}
         self._plans = RecentPlans()
         self._kept: dict[tuple, Kept] = {}
-        """what writing the present PC(W) has left for `pull_back`, by the matrices of a batch"""
+        """what the last write kept for `pull_back`, by the matrices of a batch"""
         self._hooks: dict[Optimizer, list[RemovableHandle]] = {}
         """by followed optimizer"""
         self._has_ended = False
         self._stepped: set[Optimizer] = set()
-        """followed optimizers that have moved W or gamma since all of them had"""
+        """followed optimizers that have moved W or gamma since the last time all had"""
         self._replaced: dict[tuple, Tensor] = {}
         """by the matrices of a batch: how often their u and v were replaced, on the device"""
         self._estimates: Tensor | None = None
-        """`take_estimates` returns it: of the `estimates` of `WeightSplit.write` the count, summed, and the largest ratio"""
+        """for `take_estimates`: the sum of the counts, and the largest ratio, in the `estimates` of `WeightSplit.write`"""
         self._is_pulled_back = False
         """whether gradients were pulled back since PC(W) was written"""
         self._is_stale = False
@@ -106,7 +106,7 @@ class Preconditioner:
         """whether the step that is being taken may move W or gamma"""
         self._lock = threading.RLock()  # a thread may evaluate while a step is taken
         self._is_saving = False
-        """whether an optimizer's state is being taken, which may be between micro-batches"""
+        """whether an optimizer's state dict is being made, which may happen between micro-batches"""
         for model in models:
             model._ddp_params_and_buffers_to_ignore = NotForDDP()  # type: ignore[assignment]
         _live.add(self)
@@ -121,8 +121,8 @@ class Preconditioner:
 
     def __reduce__(self):
         raise UserError(
-            "a preconditioner is not copied or saved: copy.deepcopy((model, optimizer)), and give the copies to "
-            "pc.precondition; states of model and optimizer are all there is"
+            "a preconditioner cannot be copied or saved: use copy.deepcopy((model, optimizer)), and give the copies to "
+            "pc.precondition; it has no state beyond theirs"
         )
 
     def __repr__(self) -> str:
@@ -133,26 +133,26 @@ class Preconditioner:
 
     @torch.no_grad()
     def pull_back(self) -> None:
-        """Turn the gradients of PC(W) in `weight.grad` into gradients of W and gamma, which add up in theirs.
+        """Turn the gradients of PC(W) in `weight.grad` into gradients of W and gamma, added to their `grad`.
 
         Call it after the last backward pass of a step, before unscaling and clipping; or after each that averages over ranks.
 
         Raises:
-            UserError: there are no gradients, W or PC(W) has changed since PC(W) was written, or no followed optimizer has
-                a weight.
+            UserError: there are no gradients, W or PC(W) has changed since PC(W) was written, or a weight with a
+                gradient has its W in no followed optimizer.
         """
         with self._lock:
             self._take_note_of_changes()
             if self._is_stale:
                 raise UserError(
                     "W is newer than PC(W), which the last forward pass used: an optimizer did not step, or W was changed; "
-                    "call preconditioner.write_pc() before the forward pass; for an optimizer made later "
-                    "preconditioner.follow(optimizer)"
+                    "call preconditioner.write_pc() before the forward pass; for an optimizer made later, "
+                    "call preconditioner.follow(optimizer)"
                 )
             if not all(ddp.require_backward_grad_sync for ddp in self._ddp_modules):
                 raise UserError("pull_back() within no_sync(): call it after the backward pass that averages gradients")
             used = [weight for weight in self.weights.values() if weight.effective.grad is not None]
-            if len(used) < len(self.weights):  # another parameter may have taken the weight's place, and the gradient
+            if len(used) < len(self.weights):  # another parameter may have got the weight's place and gradient
                 self._require_in_place()
             if not used:
                 if not any(weight.effective.requires_grad for weight in self.weights.values()):
@@ -164,7 +164,7 @@ class Preconditioner:
                 if not any(parameter.requires_grad for parameter in weight.trained):
                     raise UserError(
                         f"{weight.name} has gradients, but its W and gamma are frozen: unfreeze the module, which has all three, "
-                        "not a list of parameters that is older than they are"
+                        "not a list of parameters made before pc.precondition"
                     )
                 if weight.orig.requires_grad and id(weight.orig) not in held:
                     raise UserError(f"{weight.name} was unfrozen; call preconditioner.follow(optimizer) first")
@@ -183,31 +183,31 @@ class Preconditioner:
 
     @torch.no_grad()
     def write_pc(self) -> None:
-        """Advance u and v and write PC(W): in a loop without followed optimizers after each step, or after W was changed.
+        """Advance u and v and write PC(W). Call it after W was changed, and if no optimizer is followed, after each step.
 
         Raises:
-            UserError: `weight` was changed, but not W, or is not where it was.
+            UserError: `weight` was changed but W was not, or a weight is not where it was.
         """
         with self._lock:
             self._take_note_of_changes()
             self._write(advance=True, share=False)
 
     def write_if_stale(self) -> None:
-        """`write_pc`, if W is known to be newer than PC(W). Of plain weights one rank alone may call it."""
+        """`write_pc`, if W is known to be newer than PC(W). If weights are not sharded, one rank may call it alone."""
         with self._lock:
             self._take_note_of_changes()
             if self._is_stale:
                 self._write(advance=True, share=False)
 
     def require_loaded(self) -> None:
-        """After a load that leaves out what it does not find: raise a `UserError` if tensors of a weight were not loaded."""
+        """After a load that skips missing tensors: raise a `UserError` if any tensor of a weight was not loaded."""
         now = [_versions(weight) for weight in self.weights.values()]
         for name, *both in zip(self.weights, now, self._versions, strict=True):
             if any(new == old for new, old in zip(*both, strict=True)):
                 raise UserError(f"{name} was not loaded with its W, gamma, u and v")
 
     def note_loaded(self) -> None:
-        """Call it when all tensors of all weights were loaded: `weight` is then taken for PC(W) of W."""
+        """Call it when all tensors of all weights were loaded: `weight` then counts as PC(W) of W."""
         self._kept.clear()
         self._is_stale = False
         self._stepped.clear()
@@ -216,7 +216,7 @@ class Preconditioner:
 
     def replaced(self) -> dict[str, int]:
         """How often u and v were replaced because the largest singular value was underestimated
-        (`pc.spectral.second_opinion`), by weight, of those that this rank computes. Waits for the device."""
+        (`pc.spectral.second_opinion`), by weight, for those that this rank computes. Waits for the device."""
         counts = torch.stack([*self._replaced.values()]).tolist() if self._replaced else []
         by_name = Counter[str]()
         for (_, *matrices), count in zip(self._replaced, counts, strict=True):
@@ -224,9 +224,9 @@ class Preconditioner:
         return {name: count for name, count in by_name.items() if count}
 
     def take_estimates(self) -> Tensor:
-        """What second starts of this rank have found since the last call, [2]. Does not wait.
+        """What second starts on this rank have found since the last call, [2]. Does not wait for the device.
 
-        First how often they replaced u and v. Then the largest value that they found over the estimate u^T W v.
+        First how often they replaced u and v. Then the largest ratio of what they found to the estimate u^T W v.
         """
         if self._estimates is None:  # this rank computes no matrix, or has written nothing since
             return local(next(iter(self.weights.values())).orig).new_zeros(2)
@@ -234,7 +234,7 @@ class Preconditioner:
         return taken
 
     def restart(self) -> None:
-        """Take what the weights hold as W, with gamma 1 and new u and v: after plain weights were loaded."""
+        """Take the current weights as W, with gamma 1 and new u and v. Call it after plain weights were loaded."""
         with self._lock:
             self._require_pc()
             for weight in self.weights.values():
@@ -283,7 +283,7 @@ class Preconditioner:
         is_joining = any(ddp._join_config.enable for ddp in self._ddp_modules)  # some ranks have no batches any more
         sharing = self._sharing if share and not is_joining else None
         splits = [w.split for w in weights]
-        kind = weights[0].orig.dtype, weights[0].orig.device  # `model.double()` makes others of the same names
+        kind = weights[0].orig.dtype, weights[0].orig.device  # `model.double()` makes new weights with the same names
         key = (name, sharing, kind, *(w.name for w in weights))
         plan = self._plans.get(key, lambda: Plan(inputs, outputs, splits, [split.cost for split in splits], sharing))
         batches = iter(plan.batches)
@@ -298,8 +298,8 @@ class Preconditioner:
     def _require_pc(self) -> None:
         if self._has_ended:
             raise UserError(
-                "the model of this preconditioner has no PC any more, since pc.merge or pc.detach; to train on with PC call "
-                "pc.attach and pc.precondition again, to evaluate a plain copy load pc.plain_state_dict(model)"
+                "pc.merge or pc.detach has removed PC from the model of this preconditioner; to train on with PC, call "
+                "pc.attach and pc.precondition again; to evaluate a plain copy, load pc.plain_state_dict(model)"
             )
 
     def _require_in_place(self) -> None:
@@ -323,18 +323,18 @@ class Preconditioner:
     def follow(self, *optimizers: Optimizer | Iterable[Optimizer]) -> None:
         """From now on write PC(W) after all of these optimizers have stepped.
 
-        W takes the place of `weight` in them, with what they have stored for it. A gamma that none of them has joins a
-        parameter group of the optimizer of its weight (`pc.followed`), whose learning rate and weight decay it gets. They
-        take the place of earlier ones of the same weights. Call it again when weights were unfrozen.
+        W takes the place of `weight` in them, and gets its optimizer state. A gamma that none of them has joins one of
+        their parameter groups (`pc.followed`), with that group's learning rate and weight decay. These optimizers replace
+        earlier ones of the same weights. Call it again after weights were unfrozen.
 
         Raises:
-            UserError: none of them holds some weight, or can train gammas, or another preconditioner follows one.
+            UserError: a trained weight is in none of them, none can train a gamma, or another preconditioner follows one.
         """
         self._require_pc()
         given = followed.join(self.weights.values(), optimizers, self)
         trained = followed.ids_of_parameters(*given)
         for earlier in [*self._hooks]:
-            if self._trained_by(earlier) <= trained:  # the new ones train all of ours that it does
+            if self._trained_by(earlier) <= trained:  # the new ones train all of our parameters that it trains
                 self._leave(earlier, restore=earlier not in given)
         for optimizer in given:
             self._hooks[optimizer] = [
@@ -374,13 +374,13 @@ class Preconditioner:
 
     @torch.compiler.disable
     def before_walk(self) -> None:
-        """Before the parameters in an optimizer's groups are walked through (`followed.Parameters`)."""
+        """Called before iterating over the parameters of an optimizer's group (`followed.Parameters`)."""
         if not self._is_saving:
             self.require_pulled_back()
 
     @torch.compiler.disable
     def _before_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        self._take_note_of_changes()  # by others, as by a load; after the step W has changed anyway
+        self._take_note_of_changes()  # by others, such as a load; after the step W has changed anyway
         _, *given = args  # the optimizer is the first
         closure = kwargs.get("closure", given[0] if given else None)
         self._moves = self._may_move(optimizer)
@@ -390,9 +390,9 @@ class Preconditioner:
 
         def with_pc() -> Any:
             others_have_stepped = self._is_stale
-            self._take_note_of_changes()  # by the step itself, which calls it again, as LBFGS does
+            self._take_note_of_changes()  # by the step itself, if it calls the closure again, as LBFGS does
             if self._is_stale:
-                # u and v advance unless only others have moved W: this step's end advances them too
+                # u and v advance, unless only others have moved W: then the end of this step advances them
                 self._write(advance=not others_have_stepped or optimizer in self._stepped, share=False)
             with torch.enable_grad():
                 loss = closure()
@@ -411,7 +411,7 @@ class Preconditioner:
             self._note_versions()
             return
         self._stepped.add(optimizer)
-        if not any(map(self._trained_by, self._hooks.keys() - self._stepped)):  # all that hold some have stepped
+        if not any(map(self._trained_by, self._hooks.keys() - self._stepped)):  # all that hold any have stepped
             self._stepped.clear()
             self._write(advance=True, share=True)
         else:
@@ -419,8 +419,8 @@ class Preconditioner:
             self._wait_for_write()
 
     def _may_move(self, optimizer: Optimizer) -> bool:
-        """Whether a step may move W or gamma: without a rate only if something was pulled back before it. Asked before the step,
-        which may clear the gradients."""
+        """Whether a step may move W or gamma; with a learning rate of 0 only if gradients were pulled back before it. Asked
+        before the step, which may clear the gradients."""
         if not (self._is_pulled_back or _is_real(optimizer)) or not self._trained_by(optimizer):
             return False
         return any(p.grad is not None for weight in self.weights.values() for p in weight.trained)
@@ -461,8 +461,8 @@ class Preconditioner:
             if effective and not is_loaded and not is_written_anew:
                 raise UserError(
                     f"{weight.name} was changed while it held PC(W), and optimizers train W: change {weight.attribute}_orig "
-                    "and call preconditioner.write_pc(); after loading plain weights preconditioner.restart(), after averages "
-                    "were swapped back preconditioner.note_loaded(); give pc.precondition all optimizers"
+                    "and call preconditioner.write_pc(); after loading plain weights, call preconditioner.restart(); after "
+                    "swapping averages back, preconditioner.note_loaded(); and give pc.precondition all optimizers"
                 )
             self._is_stale |= orig and not effective
         if any(loaded):
@@ -473,16 +473,16 @@ class Preconditioner:
 
 
 def _is_real(optimizer: Optimizer) -> bool:
-    """torch.distributed.checkpoint takes steps that only create optimizer state, with a rate of 0."""
+    """Not real: steps with a rate of 0, by which torch.distributed.checkpoint only creates optimizer state."""
     return any(group.get("lr") != 0 for group in optimizer.param_groups)
 
 
 @torch.compiler.disable
 def _require_w(reference: "weakref.ref[Preconditioner]", optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
-    """Before a step of any optimizer, if the preconditioner follows none.
+    """Called before a step of any optimizer; checks it if the preconditioner follows none.
 
     Raises:
-        UserError: it would train PC(W) in place of W, or, because it was made before W, all but W.
+        UserError: the step would train PC(W) in place of W, or, by an optimizer made before W, everything but W.
     """
     preconditioner = reference()
     if preconditioner is None or preconditioner._hooks:
@@ -501,7 +501,7 @@ def _require_w(reference: "weakref.ref[Preconditioner]", optimizer: Optimizer, a
 
 def _versions(weight: Weight) -> list[list[tuple[int, int]]]:
     kinds = [weight.effective], weight.trained, [weight.u]
-    # of a DTensor both count: operations of autograd, and those on its shard
+    # a DTensor has two counters: of autograd's operations, and of those on its shard
     return [[(one._version, local(one)._version) for one in tensors] for tensors in kinds]
 
 

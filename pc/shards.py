@@ -39,8 +39,8 @@ def is_stack(weight: Tensor) -> bool:
 def on_any_rank(conditions: Tensor, tensors: Iterable[Tensor]) -> Tensor:
     """Whether each condition is true on any rank that shares these tensors.
 
-    All these ranks call it with as many conditions, [k], and get the same answer, 1.0 or 0.0 for each. If they went
-    different ways, one would wait for another for ever in the next collective.
+    All these ranks call it with the same number of conditions, [k], and get the same answer, 1.0 or 0.0 for each. If they
+    took different branches, the next collective would hang.
     """
     found = conditions.float()
     meshes = dict.fromkeys(tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor))
@@ -50,12 +50,12 @@ def on_any_rank(conditions: Tensor, tensors: Iterable[Tensor]) -> Tensor:
 
 
 def shard_like(weight: Tensor, tensor: Tensor) -> Tensor:
-    """A tensor that every rank has whole, sharded along its first dimension to be state of a weight:
+    """A tensor that every rank has whole, sharded along its first dimension as state of a weight:
 
-    of [n, m]: over all mesh dimensions that shard the weight;
-    of a stack [E, n, m]: over those that shard E. Those that shard n or m replicate it.
+    for [n, m]: over all mesh dimensions that shard the weight;
+    for a stack [E, n, m]: over those that shard E. Those that shard n or m replicate it.
 
-    Of a plain weight it stays plain.
+    For a plain weight it stays plain.
     """
     if not isinstance(weight, DTensor):
         return tensor
@@ -72,10 +72,10 @@ def shard_like(weight: Tensor, tensor: Tensor) -> Tensor:
 
 
 def shard_gammas(weight: Tensor, gammas: Tensor) -> Tensor:
-    """The gammas of a weight that is P matrices, sharded to be its state: [P]; or [E P], from [E, P] of a stack.
+    """The gammas of a weight of P matrices, sharded as its state: [P]; for a stack, [E, P] becomes [E P].
 
     They have one dimension, because Muon would treat two as a matrix. A stack's are sharded as the stack is. But if P > 1
-    and E does not divide by the number of ranks, each rank has all: DTensor would cut [E P] elsewhere than the stack. For
+    and the number of ranks does not divide E, each rank has all: DTensor would cut [E P] at other places than the stack. For
     example, 3 experts on 2 ranks are 2 and 1; their 6 gammas, for P = 2, would be 3 and 3 instead of 4 and 2.
     """
     if not isinstance(weight, DTensor):

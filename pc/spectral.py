@@ -14,8 +14,8 @@ from pc.polynomial import gram_matrix
 EPSILON = 1e-7
 
 SECOND_PRODUCTS = 10  # with the Gram matrix: as many as the paper's power iterations
-# The fractional parts of its multiples are spread evenly over [0, 1): a start that hardly any direction is orthogonal to.
-# Their mean should not be 0, or (1, ..., 1) is.
+# The fractional parts of its multiples are spread evenly over [0, 1): hardly any direction is orthogonal to such a start.
+# Their mean must not be 0, or (1, ..., 1) would be.
 GOLDEN_RATIO = 0.6180339887498949
 
 
@@ -54,7 +54,7 @@ def power_iteration_by_gram(weight: Tensor, gram: Tensor, u: Tensor, v: Tensor, 
     """`power_iteration`, for `steps` of 1 or more, by the smaller Gram matrix [..., r, r] in place of the weight.
 
     One multiplication by `W W^T` replaces one by `W^T` and one by `W`. PC needs the Gram matrix anyway, and it is
-    smaller; the weight itself is read twice instead of 2 `steps` times, at last for `W v`. Rounding errors of the Gram
+    smaller; the weight itself is read twice instead of 2 `steps` times, the last time for `W v`. Rounding errors of the Gram
     matrix (in TF32, for example) act like iterating on a slightly different matrix: u and v are off by some d, and
     `u^T W v`, which uses W itself, only by the order of d^2.
     """
@@ -76,11 +76,11 @@ def second_opinion(weight: Tensor, gram: Tensor, u: Tensor, v: Tensor, reach: fl
 
     If the second start finds more than `reach` times the estimate, its vectors replace `u` and `v`; else they stay.
 
-    A power iteration that goes on from the previous step's vectors does not see a direction that they have lost, or that
-    grew in one step. Its estimate is then too low, and a map is bounded only up to its reach. The second start is the same
-    dense vector each time, so it holds nothing to save, and gives equal results on any number of ranks. What it finds is a
-    length |W v| of a unit vector v, so no more than the largest singular value. It does not see a direction that ten
-    products do not lift: where all other singular values are near the largest (docs/faults.md has how often).
+    A power iteration that starts from the previous step's vectors misses a direction that they have lost, or that grew in
+    one step. Its estimate is then too low, and a map is bounded only up to its reach. The second start is the same dense
+    vector each time, so there is nothing to save, and results are equal on any number of ranks. It finds |W v| for a unit
+    vector v, so no more than the largest singular value. It misses a direction that ten products do not amplify enough,
+    because all other singular values are near the largest (how often: docs/faults.md).
 
     Args:
         weight: [..., n, m].

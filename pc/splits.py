@@ -24,7 +24,7 @@ from pc.owner import matrix_cost
 from pc.spectral import initial_vectors
 
 Kept = Sequence[Sequence[Tensor]]
-"""Of each part: what its method's `write` leaves for `pull_back`."""
+"""For each part: what its method's `write` keeps for `pull_back`."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class WeightSplit:
         return whole.mT if self.transposed else whole
 
     def join(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Of gammas or u."""
+        """The inverse of `split_gamma`, and of `split_u`."""
         flat = [x.reshape(len(x) // part.count, -1) for part, x in zip(self.chosen, tensors, strict=True)]
         return flat[0] if len(flat) == 1 else torch.cat(flat, 1)
 
@@ -150,7 +150,7 @@ class WeightSplit:
         """`Method.write` of every chosen part.
 
         Returns:
-            PC(W) as stored; the new u and v; estimates [2]; and what `pull_back` can use again. The estimates say in how many
+            PC(W) as stored; the new u and v; estimates [2]; and what `pull_back` can reuse. The estimates say in how many
             matrices a second start replaced u and v, and its largest estimate divided by `u^T W v`.
         """
         results = [
@@ -172,7 +172,7 @@ class WeightSplit:
     def pull_back(
         self, orig: Tensor, gradient: Tensor, gamma: Tensor, u: Tensor, v: Tensor, *, kept: Kept = ()
     ) -> tuple[Tensor, Tensor]:
-        """The gradients with respect to W, as stored, and to the gammas, from that with respect to PC(W).
+        """The gradients with respect to W (as stored) and the gammas, from that with respect to PC(W).
 
         Rows that are not preconditioned keep their gradient.
         """

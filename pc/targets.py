@@ -30,15 +30,15 @@ class LeftOut(NamedTuple):
     is_known: bool
     """whether it is known how it is split, or that it is none of the blocks"""
     is_linear: bool
-    """of a linear layer, which a pattern may name"""
+    """whether it is that of a linear layer, which a pattern may name"""
 
 
 def find(model: nn.Module, config: PCConfig) -> tuple[dict[str, Weight], dict[str, LeftOut]]:
     """The weights that `config` names, not marked yet, and all others, by their parameters' full names.
 
     Raises:
-        UserError: `model` or `config` is something else, or the model has PC already or is wrapped; a weight is matched
-            twice, or it is not known how it is split, or the split does not fit.
+        UserError: `model` or `config` has another type; the model has PC already or is wrapped; a weight is matched twice,
+            it is not known how it is split, or the split does not fit.
     """
     if not isinstance(config, PCConfig):
         raise UserError(
@@ -100,7 +100,7 @@ def _computed_weights(module: nn.Module) -> list[str]:
 
 def all_splits(config: PCConfig, modules: dict[str, nn.Module]) -> dict[str, MatrixSplit | None]:
     """How weights are split, by full names: as the config says, else by the class of the module, else as a plain linear
-    layer of a known name. None: known, and none of the blocks; a weight that is not known has no entry."""
+    layer of a known name. None: known to be none of the blocks; a weight that is not known has no entry."""
     splits: dict[str, MatrixSplit | None] = {}
     for name, module in modules.items():
         if isinstance(module, nn.Linear) and (block := block_of(name)):
@@ -116,8 +116,8 @@ def all_splits(config: PCConfig, modules: dict[str, nn.Module]) -> dict[str, Mat
 def require_complete(config: PCConfig, targets: dict[str, Weight], others: dict[str, LeftOut]) -> None:
     """Raise a `UserError` if an entry of `blocks` or `splits` finds no weight.
 
-    Also if an entry of `blocks`, such as ffn, finds some weights of an MLP, and another weight of it is not known: that
-    could belong to ffn too.
+    Also if an entry of `blocks`, such as ffn, finds some weights of an MLP while another one there is not known, because
+    that one could belong to ffn too.
     """
     for pattern in config.splits or {}:
         if not any(_is_named(pattern, parameter) for parameter in [*targets, *others]):
@@ -125,11 +125,11 @@ def require_complete(config: PCConfig, targets: dict[str, Weight], others: dict[
     for entry in config.blocks:
         found = [parameter for parameter, target in targets.items() if entry in target.entries]
         if not found:
-            # a word such as "o" finds every known layer that it names; a pattern may be misspelt
+            # known layers are proposed only for a pattern, which may be misspelt: "o" would have found those it names
             patterns = _patterns(config, targets, others, with_known=not _is_word(entry))
             raise UserError(
                 f"pc.blocks: {entry!r} matches no weight of the model; "
-                + (f"name layers: {patterns}, or those of them that shall have PC; " if patterns else "")
+                + (f"name layers: {patterns}, or those of them that should have PC; " if patterns else "")
                 + "see print(pc.describe(model, config))"
             )
         if not _is_word(entry):
@@ -140,13 +140,13 @@ def require_complete(config: PCConfig, targets: dict[str, Weight], others: dict[
         missed = sorted(name for name in unknown if name.startswith(beside))
         if missed:
             raise UserError(
-                f"pc.blocks: {entry!r} does not know {', '.join(missed)} beside the weights that it finds; add "
+                f"pc.blocks: {entry!r} finds weights beside {', '.join(missed)}, which may belong to it too; add "
                 + _splits_to_add(missed)
             )
 
 
 def _is_named(pattern: str, parameter: str) -> bool:
-    """Whether a pattern matches the full name of a parameter; that of its module does for "weight"."""
+    """Whether a pattern matches the full name of a parameter; for "weight", that of its module will do."""
     return any(fnmatch.fnmatchcase(name, pattern) for name in (parameter, parameter.removesuffix(".weight")))
 
 
@@ -177,7 +177,7 @@ def _join(name: str, key: str) -> str:
 
 
 def counted(lines: Iterable[str]) -> list[str]:
-    """Each line once, with how often it is there."""
+    """Each distinct line once, with its count."""
     return [f"{count} x {line}" for line, count in Counter(lines).items()]
 
 
@@ -201,8 +201,8 @@ def _is_word(entry: str) -> bool:
 def _patterns(
     config: PCConfig, targets: dict[str, Weight], others: dict[str, LeftOut], with_known: bool = False
 ) -> str:
-    """A proposal, `blocks=(...)`: the entries that find weights, then patterns of the linear layers in numbered layers that
-    none finds; "" if there are none of these.
+    """A proposal, `blocks=(...)`: the entries that find weights, then patterns for the linear layers in numbered layers that
+    no entry finds; "" if there are no such layers.
 
     Args:
         with_known: whether it names known layers too.
@@ -226,8 +226,8 @@ def _splits_to_add(names: Iterable[str], between: str = " ") -> str:
 
 
 def describe(model: nn.Module, config: PCConfig = PCConfig()) -> str:
-    """Which weights get PC, as which matrices, and which are left out; one line for each kind, to print. Then what to
-    write to give PC to those that are not known, in numbered layers: patterns, and `PCConfig.splits`.
+    """A text to print: which weights get PC, as which matrices, and which are left out, one line for each kind. Then how
+    to give PC to unknown weights in numbered layers: patterns, and `PCConfig.splits`.
 
     Args:
         model: before `attach`.

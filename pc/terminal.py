@@ -1,16 +1,17 @@
-"""What commands print. Text from elsewhere, such as a file name, is shown and cannot steer the terminal."""
+"""What commands print. Text from elsewhere, such as a file name, is shown but cannot control the terminal."""
 
 import re
 import sys
 from typing import Any, TextIO
 
 _STEERS = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]|(?<!^)\r(?!\n)")
-"""Control characters, such as ESC, and those that turn the direction of text; halves of pairs, which cannot be encoded.
-Ends of lines and tabs stay, and a return at the beginning, as progress bars write it: a later one would hide what is before it."""
+"""Control characters, such as ESC; those that change the direction of text; lone surrogates, which cannot be encoded.
+Newlines and tabs stay, and a carriage return at the beginning, as progress bars write it: a later one would hide the text
+before it."""
 
 
 def plain(text: str) -> str:
-    r"""`text` with each character that steers a terminal replaced by its Python escape, such as \x1b."""
+    r"""`text` with each character that controls a terminal replaced by its Python escape, such as \x1b."""
     return _STEERS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 

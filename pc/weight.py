@@ -30,7 +30,7 @@ class Weight:
     Args:
         name: full name of the module; or of the parameter, if that is not "weight".
         module, attribute: where it is.
-        split: how it is several matrices.
+        split: how it is cut into matrices.
 
     Raises:
         UserError: the module has no such parameter any more.
@@ -80,7 +80,7 @@ class Weight:
 
     @property
     def config(self) -> PCConfig:
-        """With one level, that of the first part; all other settings are those of all parts."""
+        """That of the first part: parts differ in level and entry of `blocks` alone."""
         return self.split.chosen[0].method.config
 
     @property
@@ -90,7 +90,7 @@ class Weight:
 
     @property
     def added(self) -> list[str]:
-        """The names of what lies beside it, in its module."""
+        """The names in its module of the tensors beside it."""
         return [
             self._key(key) for key in ADDED if self._key(key) in {**self.module._parameters, **self.module._buffers}
         ]
@@ -102,8 +102,8 @@ class Weight:
 
     @torch.no_grad()
     def start(self) -> None:
-        """Take what `weight` holds as W, with gamma 1 and the u and v that the method starts with; add these if they are
-        not there. A frozen weight has a frozen W and gamma."""
+        """Take what `weight` holds as W, with gamma 1 and the initial u and v; create these if they do not exist. A frozen
+        weight has a frozen W and gamma."""
         effective, module = self.effective, self.module
         vectors = [
             shard_like(effective, x.to(effective.device, effective.dtype))
@@ -134,7 +134,7 @@ class Weight:
 
 
 def _extra_repr(module: nn.Module) -> str:
-    """What its class says in the model's printed form, and which weights have PC."""
+    """The `extra_repr` of the module's class, and which weights have PC."""
     weights = [f"{weight.attribute}: PC, {weight.split.describe()}" for weight in weights_of(module)]
     return ", ".join([text for text in [type(module).extra_repr(module)] if text] + weights)
 
@@ -163,7 +163,7 @@ def named_weights(model: nn.Module) -> Iterator[tuple[str, Weight]]:
 
 
 def added_names(model: nn.Module) -> list[str]:
-    """The names of what lies beside the model's weights, also of a module that has several names."""
+    """The names of the tensors beside the model's weights, under every name of a module that has several."""
     named = model.named_modules(remove_duplicate=False)
     modules = [(f"{name}." if name else "", module) for name, module in named]
     return [prefix + key for prefix, module in modules for weight in weights_of(module) for key in weight.added]

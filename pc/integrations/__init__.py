@@ -1,4 +1,4 @@
-"""PC in other projects' trainers, a module each: `hugging_face`, `lightning`, and TorchTitan's in `torchtitan`."""
+"""PC in other projects' trainers, one module each: `hugging_face`, `lightning`; two for TorchTitan."""
 
 import torch.distributed as dist
 from torch import nn
@@ -9,7 +9,7 @@ from pc.weight import added_names, named_weights
 
 
 def has_pc(model: nn.Module) -> bool:
-    """Whether a weight is marked; not after `pc.merge`."""
+    """Whether any weight is marked; false after `pc.merge`."""
     return any(True for _ in named_weights(model))
 
 
@@ -18,7 +18,7 @@ def started(model: nn.Module, is_replicated: bool) -> Preconditioner:
     the model. Once it is wrapped, call `note_loaded`.
 
     Args:
-        is_replicated: by DDP, which will give all ranks the weights of the first.
+        is_replicated: whether DDP will wrap the model; it gives all ranks the weights of the first.
     """
     if made := preconditioners_of(model):
         return made[0]

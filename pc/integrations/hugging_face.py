@@ -18,7 +18,7 @@ from pc.preconditioner import Preconditioner
 
 
 class PCTrainerMixin(Trainer):
-    """Comes before `transformers.Trainer` among the bases of a trainer, whose model has been given to `pc.attach`."""
+    """List it before `transformers.Trainer` among a trainer's bases, and give the model to `pc.attach` first."""
 
     @property
     def preconditioner(self) -> Preconditioner:
@@ -26,8 +26,8 @@ class PCTrainerMixin(Trainer):
         return started(model, is_replicated=not self.is_fsdp_enabled)
 
     def create_optimizer(self, *args, **kwargs) -> torch.optim.Optimizer:
-        """Called before the model is wrapped. A new run makes the optimizer of W and gammas, as a resume does, so that both
-        have the same parameter groups."""
+        """Called before the model is wrapped. A new run creates the optimizer from W and gammas, as a resumed one does, so
+        that both have the same parameter groups."""
         if not self.is_fsdp_enabled:
             self.preconditioner.write_if_stale()
         return super().create_optimizer(*args, **kwargs)
@@ -55,7 +55,7 @@ class PCTrainerMixin(Trainer):
         return super().evaluation_loop(*args, **kwargs)
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None) -> None:
-        """Called before the model is wrapped. It is not strict, so a checkpoint without W would pass.
+        """Called before the model is wrapped. Loading is not strict, so a checkpoint without W would pass.
 
         Raises:
             UserError: the checkpoint lacks a weight or its W.
@@ -74,5 +74,5 @@ def _require_loaded(preconditioner: Preconditioner, checkpoint: Any) -> None:
         preconditioner.require_loaded()
     except UserError as error:
         raise UserError(
-            f"{checkpoint}: {error}; it is of a plain model, or of one that transformers saves under other names"
+            f"{checkpoint}: {error}; the checkpoint is of a plain model, or transformers saves this model under other names"
         ) from None

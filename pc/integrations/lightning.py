@@ -15,8 +15,8 @@ from pc.integrations import has_pc, started
 
 
 class PCCallback(Callback):
-    """Makes PC's preconditioner, follows the module's optimizers, and pulls gradients back. It comes before callbacks that
-    copy the module, as averages of weights do.
+    """Makes PC's preconditioner, follows the module's optimizers, and pulls gradients back. List it before callbacks that
+    copy the module, such as those that average weights.
 
     Raises:
         UserError: the module gets PC too late to load a checkpoint.
@@ -29,7 +29,7 @@ class PCCallback(Callback):
         self.preconditioner = started(pl_module, is_replicated=isinstance(trainer.strategy, DDPStrategy))
 
     def setup(self, trainer, pl_module, stage: str) -> None:
-        """Called before a checkpoint is loaded, except with strategies for sharded models, which load later."""
+        """Start before a checkpoint is loaded. Strategies for sharded models load later: there `on_fit_start` does it."""
         if has_pc(pl_module) and not trainer.strategy.restore_checkpoint_after_setup:
             pl_module.to(trainer.strategy.root_device)
             self._start(trainer, pl_module)
@@ -40,7 +40,7 @@ class PCCallback(Callback):
                 "the module had no PC when it was set up, so no checkpoint could load: call pc.attach in its __init__"
             )
         self._start(trainer, pl_module)
-        self.preconditioner.note_loaded()  # DDP has set all weights, to the values that they had
+        self.preconditioner.note_loaded()  # DDP has broadcast all weights, which left their values as they were
         self.preconditioner.follow(*trainer.optimizers)
 
     def on_validation_start(self, trainer, pl_module) -> None:
@@ -56,6 +56,6 @@ class PCCallback(Callback):
             if not any(parameter.requires_grad for parameter in weight.trained):
                 weight.effective.grad = None  # frozen by `toggle_optimizer`, which freezes what optimizers hold
         is_synchronised = getattr(trainer.strategy.model, "require_backward_grad_sync", True)
-        # by hand a pass may be of another part, such as a GAN's discriminator
+        # under manual optimisation a pass may be of another part, such as a GAN's discriminator
         if is_synchronised and self.preconditioner.has_gradients() and not trainer.fit_loop._should_accumulate():
             self.preconditioner.pull_back()

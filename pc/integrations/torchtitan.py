@@ -28,7 +28,7 @@ NAME = "pc"
 
 @dataclass
 class JobConfig:
-    """What TorchTitan adds to its own sections. A dict, so that wrong keys are found here and not in a traceback."""
+    """What TorchTitan adds to its own sections. A dict, so that `Converter` reports wrong keys, without a traceback."""
 
     pc: dict = field(default_factory=dict)
 

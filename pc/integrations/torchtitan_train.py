@@ -19,14 +19,14 @@ class Trainer(torchtitan.train.Trainer):
 
     def __init__(self, job_config) -> None:
         assets = job_config.model.hf_assets_path
-        if assets and not Path(assets).is_dir():  # TorchTitan names another key
+        if assets and not Path(assets).is_dir():  # TorchTitan's own error names another key
             raise UserError(f"model.hf_assets_path: no folder {assets}; it should have the model's tokenizer.json")
         super().__init__(job_config)
         self.preconditioner = self._make_preconditioner()
 
     def _make_preconditioner(self) -> Preconditioner | None:
-        """None if no weight here has PC, as in some pipeline stages. None also while plain weights are still to be loaded,
-        which become W."""
+        """None if no weight here has PC, as in some pipeline stages, or while plain weights, which become W, are still to
+        be loaded."""
         settings = self.job_config.checkpoint
         is_plain = settings.enable and settings.initial_load_model_only and not Path(self.checkpointer.folder).exists()
         if self.step == 0 and is_plain:

@@ -2,9 +2,9 @@
 
     W <- R normalize(W - lr R normalize(U))        R: the Frobenius norm of W; U: the update of Adam or Muon
 
-So lr is the length of a step relative to the weight. There is no weight decay: the norm is what it would control.
+So lr is the length of a step relative to the weight. There is no weight decay, because the norm is fixed.
 Vectors are refused. Give them, embeddings and head to another optimizer, as the recipe does. A weight that starts at
-zero is refused: it would stay there. The norm is that of a stored matrix, also where it has q, k and v in one.
+zero is refused: it would stay there. The norm is that of a stored matrix, even if it holds q, k and v together.
 What it was checked against: docs/method.md.
 """
 
@@ -62,8 +62,8 @@ class Hyperball(torch.optim.Optimizer):
         try:
             for shard in shards:
                 shard.zero_()
-            # From zero, a step goes to -lr U, exactly and without decay. `Optimizer` wraps each class's `step` to run
-            # hooks: unwrap the parent's, or hooks, PC's too, would run twice.
+            # From zero, the parent's step leads to exactly -lr U, without decay. `Optimizer` wraps each class's `step` to
+            # run hooks: unwrap the parent's, or hooks, PC's too, would run twice.
             inspect.unwrap(super(Hyperball, type(self)).step)(self)  # type: ignore[call-arg]
             for shard, start, lr, radius, length in zip(
                 shards, before, rates, radii, matrix_norms(weights), strict=True

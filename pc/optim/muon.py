@@ -24,7 +24,7 @@ class Muon(torch.optim.Muon):
     matrix with torch's own function. Matrices travel in bfloat16, the precision of that function. They are
     orthogonalised one by one: batched matmuls round differently in about one of fifty small matrices, and at the
     sizes of language models one matmul fills a GPU. The weights of a parameter group with a "split" are cut into matrices, as
-    weights with PC are. Each matrix has the factor of the learning rate that its own shape gives.
+    weights with PC are. Each matrix gets the learning-rate factor of its own shape.
 
     The momentum is torch's running mean, `buf = mu buf + (1 - mu) g`. The paper writes `buf = mu buf + g`.
     Orthogonalisation cancels the constant factor between the two, up to its epsilon of 1e-7 against the update's norm.
@@ -44,7 +44,7 @@ class Muon(torch.optim.Muon):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         if isinstance(group.get("split"), MatrixSplit):
-            group["split"] = astuple(group["split"])  # which a checkpoint can hold
+            group["split"] = astuple(group["split"])  # a tuple, which a checkpoint can hold
         for parameter in group["params"]:
             if parameter.ndim != 2 and "split" not in group:
                 raise ValueError(
@@ -55,7 +55,7 @@ class Muon(torch.optim.Muon):
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
-        self._plans = RecentPlans()  # torch leaves attributes of its own out of a copy
+        self._plans = RecentPlans()  # torch does not copy a subclass's attributes
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -88,8 +88,9 @@ class Muon(torch.optim.Muon):
             [_adjust_lr(1.0, group["adjust_lr_fn"], torch.Size((p.rows, split.columns))) for p in split.parts]
             for split in splits
         ]
-        # Let the parts of a weight have the factors 1 and 2. The owner multiplies them by 0.5 and 1, in bfloat16; `shard.add_`
-        # below multiplies the update by 2. A weight of one part has 1 there, so its update is not rounded once more.
+        # Example: a weight's parts have the factors 1 and 2. The owner multiplies them by 0.5 and 1, in bfloat16;
+        # `shard.add_` below multiplies the update by 2. With one part the owner's factor is 1, so that its update is not
+        # rounded once more.
         settings = [(split, options, tuple(f / max(of) for f in of)) for split, of in zip(splits, factors, strict=True)]
         name = (*map(id, parameters), *settings)
         plan = self._plans.get(name, lambda: Plan(items, items, settings, [split.cost for split in splits]))

@@ -122,7 +122,7 @@ def test_a_shared_expert_does_not_hide_the_others():
             layer.mlp.shared.add_module(name, nn.Linear(4, 6))
         layer.mlp.shared.down_proj = nn.Linear(6, 4)
         del layer.mlp.gate_proj
-    with pytest.raises(UserError, match=r"'ffn' does not know layers\.\*\.mlp\.experts beside"):
+    with pytest.raises(UserError, match=r"'ffn' finds weights beside layers\.\*\.mlp\.experts, which may"):
         pc.attach(model, PCConfig(blocks=("ffn",)))
 
 
@@ -191,7 +191,7 @@ def _wrapped():
         (_model, {"blocks": ("ffn", "gate")}, "an earlier entry"),
         (_model, {"norm_recovery": "false"}, "norm_recovery must be True or False, not 'false'"),
         (_model, {"power_iterations": 2.5}, "power_iterations must be a whole number"),
-        (_model, {"level": [2000, -1999]}, "their sizes add up to 4e.03, so in tf32 rounding decides PC"),
+        (_model, {"level": [2000, -1999]}, "absolute values sum to 4e.03, so in tf32 rounding errors dominate PC"),
     ],
 )
 def test_what_cannot_be_attached_is_said(model, settings, message):

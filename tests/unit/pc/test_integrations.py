@@ -52,7 +52,7 @@ def test_layers_that_peft_trains_whole():
     settings = peft.LoraConfig(r=2, target_modules=["wq"], modules_to_save=["w2"])
     config = PCConfig(blocks=("*.w2.modules_to_save.default",))
     early = peft.get_peft_model(pc.attach(toy_model(), PCConfig(blocks=("*.w2",))), settings)
-    with pytest.raises(UserError, match="call pc.attach after what copies modules, as peft does"):
+    with pytest.raises(UserError, match="only after modules were copied, as by peft"):
         pc.precondition(early)
     model = pc.attach(peft.get_peft_model(toy_model(), settings), config)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)

@@ -459,7 +459,7 @@ def test_a_gradient_scaler_that_skips_one_of_two_optimizers():
     start = trained(preconditioner)
     for step in range(2):
         scaler.scale(toy_loss(model, toy_batch(step).float())).backward()
-        with pytest.raises(UserError, match=r"without preconditioner.pull_back\(\) .* before what unscales, clips"):
+        with pytest.raises(UserError, match=r"preconditioner.pull_back\(\), .* before gradients are unscaled, clipped"):
             scaler.unscale_(optimizers[0])
         if step == 0:
             model[1].attention["wq"].weight.grad.fill_(float("inf"))

@@ -278,7 +278,7 @@ def test_plain_weights_loaded_after_precondition():
     loop = Loop()
     loop.step()
     loop.model.load_state_dict(toy_model(seed=3).state_dict(), strict=False)
-    with pytest.raises(UserError, match="after loading plain weights preconditioner.restart"):
+    with pytest.raises(UserError, match="after loading plain weights, call preconditioner.restart"):
         loop.step()
     loop.optimizer.zero_grad()
     loop.preconditioner.restart()

@@ -27,7 +27,7 @@ def require_refused(said, action):
 CHANGED = (
     "was changed while it held PC(W), and optimizers train W: change weight_orig and call preconditioner.write_pc()"
 )
-NOT_PULLED_BACK = "without preconditioner.pull_back() since the last backward()"
+NOT_PULLED_BACK = "which turns them into those of W, was not called after the last backward()"
 NO_GRADIENT = "found no gradient of a weight with PC; call it after backward()"
 STALE = "W is newer than PC(W), which the last forward pass used"
 
@@ -217,7 +217,7 @@ def by_names(split):
     preconditioner.follow(*map(sgd, split(weights, rest)))
 
 
-IN_TWO_PLACES = "0.attention.wo: weight and weight_orig are in two groups of optimizers"
+IN_TWO_PLACES = "0.attention.wo: weight and weight_orig are in different parameter groups"
 
 MISTAKES = {
     "unfrozen by an earlier list": (
@@ -245,7 +245,7 @@ MISTAKES = {
     "second preconditioner": (second_preconditioner, "has a preconditioner already"),
     "two models": (
         lambda: pc.precondition([attached(), attached()]),
-        "two modules have PC of the name 0.attention.wo: call pc.attach on one module that holds both",
+        "two modules with PC have the name 0.attention.wo: call pc.attach on one module that holds both",
     ),
     "weights tied after attach": (weights_tied_after_attach, "shares its weight: 0.attention.wo, 1.attention.wo"),
     "weights tied after precondition": (weights_tied_after_precondition, "1.attention.wo has another weight than"),
@@ -316,7 +316,7 @@ def test_a_preconditioner_of_a_model_without_pc_is_said(leave, call):
     loop.step()
     leave(loop.model)
     arguments = [loop.optimizer] if call == "follow" else []
-    said = "the model of this preconditioner has no PC any more, since pc.merge or pc.detach"
+    said = "pc.merge or pc.detach has removed PC from the model of this preconditioner"
     require_refused(said, lambda: getattr(loop.preconditioner, call)(*arguments))
     pc.precondition(pc.attach(loop.model), loop.optimizer)
     require_refused(said, lambda: getattr(loop.preconditioner, call)(*arguments))
@@ -365,7 +365,7 @@ def test_an_optimizer_made_later_is_told_of_follow():
     sgd(loop.model.parameters()).step()
     loop.zero_grad()
     loop.backward()
-    require_refused("for an optimizer made later preconditioner.follow(optimizer)", loop.pull_back)
+    require_refused("for an optimizer made later, call preconditioner.follow(optimizer)", loop.pull_back)
 
 
 def test_a_first_step_of_lr_0_is_a_step():

@@ -97,7 +97,7 @@ def test_while_an_optimizer_has_yet_to_step_what_is_read_is_pc(read):
     loop.optimizers[0].step()
     if read == "copy":
         for use in (pc.merge, pc.plain_state_dict, lambda model: model(toy_batch(0))):
-            with pytest.raises(UserError, match="a copy that was made when not all optimizers had stepped; call"):
+            with pytest.raises(UserError, match="this copy was made before all optimizers had stepped; call"):
                 use(copy.deepcopy(loop.model))
         loop.preconditioner.write_pc()
         copy.deepcopy(loop.model)(toy_batch(0))

@@ -71,9 +71,9 @@ def test_an_attached_model_computes_what_it_did(level, when):
 @pytest.mark.parametrize(
     "values, said",
     [
-        ({"level": "polar_express"}, "where g\\(1\\) = 1, but level polar_express has"),
+        ({"level": "polar_express"}, "only if g\\(1\\) = 1, but level polar_express has"),
         ({"level": [1.49, -0.5]}, "has 0.99"),
-        ({"norm_recovery": False}, "can be preserved with norm_recovery"),
+        ({"norm_recovery": False}, "can be preserved only with norm_recovery"),
     ],
 )
 def test_what_cannot_be_preserved_is_refused(values, said):
