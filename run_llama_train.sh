@@ -28,7 +28,7 @@ fi
 source "$here/scripts/set_up.sh"
 if [[ " $* " == *" --help"* || " $* " == *" -h "* ]] && ! is_installed; then
     sed -n '2,/^set /{s/^# \{0,1\}//p}' "$here/run_llama_train.sh"
-    echo "No key can be described before ./run_llama_train.sh --setup"
+    echo "Keys can be described only after ./run_llama_train.sh --setup"
     exit
 fi
 set_up
@@ -41,7 +41,7 @@ if [[ -n "$config" || " $* " == *" --help"* || " $* " == *" -h "* ]]; then
     exec "$PYTHON" -m pc_recipe.runs.local "${config:-$demo}" "$@"
 fi
 runs=outputs/demo
-export NGPU=${NGPU:-1}  # its steps are too small to be shared
+export NGPU=${NGPU:-1}  # the demo's steps are too small to be shared
 "$PYTHON" -m pc_recipe.runs.local "$demo" --pc.enable false --job.dump_folder $runs/baseline "$@"
 "$PYTHON" -m pc_recipe.runs.local "$demo" --job.dump_folder $runs/pc "$@"
 exec "$PYTHON" scripts/report.py $runs/baseline $runs/pc --output $runs/report.html

@@ -5,7 +5,7 @@
 # --all runs all but the long tests.
 # --fast runs only the core tests.
 # --soak runs only the long tests, --gpu only those that need a GPU; the others hide the GPU.
-# --soak alone also says when all long tests ran last and how that ended, and keeps it in tests/last_soak.txt.
+# --soak alone also prints when all long tests ran last and how that ended, and records this run in tests/last_soak.txt.
 # Without --soak and --gpu, tests run in parallel on all cores, at most 8.
 set -euo pipefail
 unset CDPATH  # with it cd prints the folder

@@ -16,13 +16,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(add_help=False, description=__doc__.splitlines()[0])
     parser.add_argument("config", help="TOML file of the run")
     parser.add_argument(
-        "--world-size", type=at_least_one, help="total number of GPUs (default: as here, NGPU or all, at least 1)"
+        "--world-size", type=at_least_one, help="total number of GPUs (default: NGPU, or all GPUs here, at least 1)"
     )
-    parser.add_argument("--gpu-memory", type=float, metavar="GIB", help="of each GPU (default: of one here, or 79)")
+    parser.add_argument("--gpu-memory", type=float, metavar="GIB", help="of each GPU (default: of a GPU here, or 79)")
     parser.add_argument(
         "--tflops",
         type=float,
-        help="TFLOP/s of one GPU (default: by the model's width, an assumption; without a GPU or --world-size no time)",
+        help="TFLOP/s of one GPU (default: assumed from the model's width; without a GPU or --world-size, no time is given)",
     )
     parser.add_argument("--no-data", action="store_true", help="missing data is a warning, not an error")
     arguments, overrides = parse_with_overrides(parser)

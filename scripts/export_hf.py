@@ -24,12 +24,12 @@ def main() -> None:
         default="float32",
         help="dtype of the weights (default: float32)",
     )
-    parser.add_argument("--tokenizer", help="as for tokenising; default: that of the run's data folder")
+    parser.add_argument("--tokenizer", help="as for tokenize_text.py (default: that of the run's data folder)")
     parser.add_argument("--scores", type=existing, metavar="TABLE", help="the table.md of score.py, for the model card")
     arguments = parser.parse_args()
     from pc_recipe.evaluate.hugging_face import export
 
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # nothing is left then
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # leaves no partial export
     print(export(**vars(arguments)))
 
 

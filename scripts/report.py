@@ -1,4 +1,4 @@
-"""One page of what runs came to: losses, conditioning, text, cost, settings that differ, and what they do not show.
+"""One page of the results of runs: losses, conditioning, text, cost, settings that differ, and what they do not show.
 
 Usage: python scripts/report.py RUN... [--sweep FOLDER...] [--output FILE]
 """
@@ -16,12 +16,12 @@ def main() -> None:
     parser.add_argument("runs", nargs="*", type=existing, metavar="RUN", help="run folders; the first is the reference")
     parser.add_argument(
         "--sweep", nargs="+", type=existing, default=[], metavar="FOLDER",
-        help="final losses of these sweeps too, with a RUN for each config, if any, as a line",
+        help="also the final losses of these sweeps, with the RUNs, if any, as lines",
     )  # fmt: skip
     parser.add_argument("--output", type=Path, default=Path("outputs/report.html"), help="the page")
     arguments = parser.parse_args()
     if arguments.output.suffix != ".html":
-        parser.error(f"--output {arguments.output}: should end in .html; its picture is beside it, as .png")
+        parser.error(f"--output {arguments.output}: should end in .html; a picture is written beside it, as .png")
     if not arguments.runs and not arguments.sweep:
         parser.error("give at least one RUN or --sweep FOLDER")
     from pc_recipe.report.run_page import write

@@ -50,7 +50,7 @@ make_environment() {
     fail "Python 3.11 or newer is needed; python3 here is $(python3 --version 2>&1 || echo missing)"
 }
 
-# What the environment should have, as its stamp says it.
+# What the stamp of an up-to-date environment says.
 wanted() {
     echo "$(cat "$ROOT/pyproject.toml" "$ROOT/constraints.txt" | sha256sum) $ROOT"
 }
@@ -62,7 +62,7 @@ is_installed() {
 }
 
 install_project() {
-    # not by --constraint, which does not reach what packages are built with; beside what a container sets
+    # not by --constraint, which does not reach build dependencies; added to what a container sets
     export PIP_CONSTRAINT="${PIP_CONSTRAINT:-} constraints.txt" PIP_BUILD_CONSTRAINT=constraints.txt
     "$PYTHON" -m pip --version >/dev/null 2>&1 || "$PYTHON" -m ensurepip >/dev/null 2>&1 ||
         fail "$ENVIRONMENT has no pip; install pip there or deactivate it"
@@ -76,7 +76,7 @@ sys.exit(not (2, 11) <= tuple(map(int, version("torch").split(".")[:2])) < (2, 1
     [[ "$(free_gib)" -ge 2 ]] || fail "2 GiB of free disk are needed to install; $ROOT has $(free_gib) GiB"
     echo "Installing the project and its dependencies into $ENVIRONMENT"
     [[ "$ENVIRONMENT" == "$ROOT/.venv" ]] ||
-        echo "It was active: packages in it change to the versions of constraints.txt. Deactivate it to have $ROOT/.venv instead"
+        echo "It was active: packages in it change to the versions of constraints.txt. Deactivate it to use $ROOT/.venv instead"
     "$PYTHON" -m pip install --quiet --editable "$ROOT$EXTRA" || fail "the project could not be installed; see above"
     wanted >"$ENVIRONMENT/.pc-layer-installed$EXTRA"
 }
@@ -85,7 +85,7 @@ set_up() {
     if is_new_enough "$PYTHON" && is_installed; then return; fi
     exec 9<"$ROOT/scripts"
     if command -v flock >/dev/null && ! flock -n 9 2>/dev/null; then
-        echo "Waiting for another start that installs"
+        echo "Waiting for another process that is installing"
         flock 9 || true  # some file systems have no locks
     fi
     make_environment_if_needed 9<&-
@@ -95,5 +95,5 @@ set_up() {
 
 EXTRA=${EXTRA:-[recipe]}
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-cd "$ROOT"  # Python runs a pip.py of the folder that it starts in
+cd "$ROOT"  # in the caller's folder, Python could run a pip.py from there
 find_environment

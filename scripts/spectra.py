@@ -19,7 +19,7 @@ def main() -> None:
     )  # fmt: skip
     parser.add_argument("--output", type=Path, default=Path("outputs/spectra"), help="folder for figures")
     parser.add_argument("--layers", nargs="+", type=int, help="layers of the histograms, from 1 (default: the paper's)")
-    parser.add_argument("--report", action="store_true", help="also the page of pc.report, of every matrix")
+    parser.add_argument("--report", action="store_true", help="also write the page of pc.report, about every matrix")
     arguments = parser.parse_args()
     from pc_recipe.report.figures import draw_spectra, write_report
 

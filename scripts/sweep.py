@@ -41,7 +41,7 @@ def main() -> None:
         help="TFLOP/s of one GPU (default: 0.27 times the model's width, at most 400; an assumption)",
     )
     commands["plan"].add_argument(
-        "--world-size", type=at_least_one, help="number of GPUs of a run (default: as here, NGPU or all, at least 1)"
+        "--world-size", type=at_least_one, help="number of GPUs of a run (default: NGPU, or all GPUs here, at least 1)"
     )
     Allocation.add_options(commands["submit"])
     commands["submit"].add_argument("--at-a-time", type=at_least_one, default=0, help="runs at once (default: all)")
@@ -77,7 +77,7 @@ def main() -> None:
             collect(sweep)
             print(describe_status(sweep))
     else:
-        from pc_recipe.runs.sweep.select import select  # draws
+        from pc_recipe.runs.sweep.select import select  # imports pandas and matplotlib
 
         for sweep in sweeps:
             print(select(sweep))
@@ -87,7 +87,7 @@ def refuse_overrides(words: list[str]) -> None:
     for word in words:
         if word.startswith("--") and "." in word:
             key = word[2:].partition("=")[0]
-            raise UserError(f'{word}: a sweep reads settings from its file alone: "{key}" = [VALUE] under [axes]')
+            raise UserError(f'{word}: a sweep reads settings only from its file: write "{key}" = [VALUE] under [axes]')
 
 
 if __name__ == "__main__":

@@ -11,9 +11,9 @@ Several inputs, with Llama 2's tokenizer:
 On 64 machines of a SLURM cluster, each doing its share:
     sbatch --array=0-63 --cpus-per-task=32 --wrap "python scripts/tokenize_text.py --input … --output …"
 
-The ending says what a file holds, also before .gz or .zst: .parquet, .jsonl and .csv have a document in each row, under
---text-key; .txt and .md are one document each, or several of 8,192 to 16,384 characters, cut at blank lines if there
-are any. In them CRLF becomes LF; rows keep theirs. A byte that is not UTF-8 becomes U+FFFD, and is counted.
+A file's extension, before any .gz or .zst, says what it holds: .parquet, .jsonl and .csv have a document in each row,
+under --text-key; a .txt or .md file is one document, or several of 8,192 to 16,384 characters, cut at blank lines if
+there are any. There CRLF becomes LF; rows keep theirs. A byte that is not UTF-8 becomes U+FFFD, and is counted.
 
 After any interruption, repeat the command to continue.
 """
@@ -55,14 +55,14 @@ def main() -> None:
     parser.add_argument(
         "--validation-fraction",
         type=float,
-        help="share of the documents, chosen by the hash of their text (default: 0.0005, of small data as much as makes "
+        help="share of the documents, chosen by the hash of their text (default: 0.0005; for small data, enough for "
         "64 sequences of 8192 tokens, up to a tenth)",
     )
     parser.add_argument(
         "--shard-megabytes", type=at_least_one, default=256, help="text per shard (default: %(default)s)"
     )
     parser.add_argument(
-        "--max-documents", type=at_least_one, help="only so many, the first of the first file (default: all)"
+        "--max-documents", type=at_least_one, help="only this many, from the start of the first file (default: all)"
     )
     parser.add_argument(
         "--processes",
@@ -73,7 +73,7 @@ def main() -> None:
     parser.add_argument(
         "--part",
         type=_parse_part,
-        help="K/N: do share K = 0 … N-1 of the work (default: this SLURM array task's, else all)",
+        help="K/N: do share K = 0 … N-1 of the work (default: that of this SLURM array task, else all)",
     )
     options = parser.parse_args()
     options.part = options.part or _default_part()
@@ -98,7 +98,7 @@ def main() -> None:
     print(f"{options.output} is complete ({minutes:.1f} minutes):")
     print(describe(manifest))
     if not manifest.tokens("validation") and options.validation_fraction != 0:
-        print("No document is for validation: give a larger --validation-fraction and another --output.")
+        print("No document was chosen for validation: give a larger --validation-fraction and another --output.")
     print(f"Inspect it with: python scripts/inspect_data.py {options.output}")
 
 
@@ -113,7 +113,7 @@ def _default_part() -> tuple[int, int]:
     number, first, last, step, count = (int(os.environ.get(f"SLURM_ARRAY_TASK_{name}", one)) for name, one in words)
     if (last - first) // step != count - 1 or (count == 1 and number):
         raise UserError(
-            f"a SLURM array whose task {number} could be any; give --array=0-{count - 1}, or --part K/{count}"
+            f"task {number} of this SLURM array could have any share; give --array=0-{count - 1}, or --part K/{count}"
         )
     return (number - first) // step, count
 

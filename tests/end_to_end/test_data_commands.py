@@ -30,12 +30,12 @@ def test_array_tasks_share_the_work_which_is_inspected(tmp_path, monkeypatch, co
     monkeypatch.setenv("SLURM_ARRAY_TASK_MAX", "20")  # as of --array=10,20
     monkeypatch.setenv("SLURM_ARRAY_TASK_STEP", "1")
     status, _, error = command("tokenize_text.py", *words)
-    assert status == 2 and "could be any; give --array=0-1, or --part K/2" in error
+    assert status == 2 and "could have any share; give --array=0-1, or --part K/2" in error
     for name in ("ID", "MIN", "MAX"):  # as of --array=5
         monkeypatch.setenv(f"SLURM_ARRAY_TASK_{name}", "5")
     monkeypatch.setenv("SLURM_ARRAY_TASK_COUNT", "1")
     status, _, error = command("tokenize_text.py", *words)
-    assert status == 2 and "could be any; give --array=0-0, or --part K/1" in error
+    assert status == 2 and "could have any share; give --array=0-0, or --part K/1" in error
     alone = tokenize("parquet", tmp_path / "alone", validation_fraction=0.05)
     assert Manifest.read(tmp_path / "array").shards == alone.shards
 

@@ -78,7 +78,7 @@ def test_a_start_answers_layouts_that_do_not_fit(monkeypatch, processes, words, 
         (f"slurm/submit.py {CONFIG} --data.path=nowhere", "data.path: data folder nowhere does not exist"),
         (
             "sweep.py run train_configs/sweeps/debug_lr.toml --training.steps=9",
-            r'its file alone: "training.steps" = \[VALUE\] under \[axes\]$',
+            r'only from its file: write "training.steps" = \[VALUE\] under \[axes\]$',
         ),
         ("tokenize_text.py --input x --output x --part 2/2", "argument --part: 2/2 must be K/N"),
         *(
