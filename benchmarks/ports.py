@@ -1,8 +1,9 @@
-"""Where a command and all that it starts listen, and which other machines they talk to, while it runs.
+"""Where a command and all processes that it starts listen, and which other machines they talk to, while it runs.
 
     python benchmarks/ports.py ./run_llama_train.sh train_configs/debug.toml
 
-A variable that processes inherit marks them, also through SLURM (`--sbatch=--wait` makes `submit.py` wait for the job).
+An inherited environment variable marks these processes, also through SLURM (`--sbatch=--wait` makes `submit.py` wait for
+the job).
 Sockets are looked at five times a second, so one that is open for less time may be missed.
 """
 

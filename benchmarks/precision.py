@@ -3,9 +3,9 @@
     python benchmarks/precision.py [--width 1024] [--levels 2 4]
 
 W [n, m] has known singular values: from 1 to 0 in equal steps, about those of a Gaussian matrix, and from 1 to 1e-3 by
-equal factors, where few directions dominate. Printed is the largest error over both spectra, a square and a wide matrix,
-and weights and gradients of three sizes, with square matrices kept from the first pass and computed again. That of singular
-values is of PC(W) in the directions of W, relative to its norm.
+equal factors, where few directions dominate. The table has the largest error over both spectra, a square and a wide
+matrix, three magnitudes of weights and gradients, and square matrices kept from the first pass or computed again. The error
+of singular values is that of PC(W) along the singular vectors of W, relative to the largest of W.
 
 On a CPU a GPU is emulated: factors are rounded in TF32 to 10 of 23 mantissa bits, sums are float32. Tensor cores drop some
 low bits of their sums, which this does not show.
@@ -61,7 +61,7 @@ def error(found: Tensor, exact: Tensor) -> Tensor:
 
 
 def add_errors(worst: dict, values: Tensor, shape: tuple[int, int], level: int, size: float) -> None:
-    """The errors of one spectrum, shape and size, added to the largest so far, by (level, precision, what)."""
+    """Update `worst`, by (level, precision, what), with the errors of one spectrum, shape and size."""
     generator = torch.Generator(DEVICE).manual_seed(0)
     gaussian = (torch.randn(n, len(values), generator=generator, dtype=torch.float64, device=DEVICE) for n in shape)
     left, right = (torch.linalg.qr(one)[0] for one in gaussian)

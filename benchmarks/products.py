@@ -1,13 +1,13 @@
-"""PC's two passes: time by precision, and what they count, beside those of another checkout.
+"""PC's two passes: time by precision, and counts of operations, beside those of another checkout.
 
     python benchmarks/products.py [--flavor 1B] [--precisions tf32]    # on the GPU if there is one
     python benchmarks/products.py --against CHECKOUT --flavor 271M --precisions float32
-    python benchmarks/products.py --against CHECKOUT --ranks 8 64 512          # counts alone
+    python benchmarks/products.py --against CHECKOUT --ranks 8 64 512          # counts only
 
-Time is that of the matrices of one layer, one by one: write PC(W), and pull a gradient back with what the first pass
-kept and without. Variants take turns; "before" is the other checkout, in float32.
+Time is that of the matrices of one layer, one by one: write PC(W), and pull a gradient back, with and without what the
+first pass kept. Variants take turns; "before" is the other checkout, in float32.
 
-Counts are of the rank with most FLOPs, with matrices on the meta device: FLOPs of matmuls, operations that would be
+Counts are for the rank with the most FLOPs, with matrices on the meta device: FLOPs of matmuls, operations that would be
 kernels on a GPU, and the bytes that each reads and writes. Matrices of one shape that share a batch share kernels, which
 this does not show.
 """
@@ -139,7 +139,7 @@ def main() -> None:
     parser.add_argument("--level", type=int, default=4)
     parser.add_argument("--precisions", nargs="+", default=["tf32", "float32"])
     parser.add_argument("--against", type=Path, help="another checkout")
-    parser.add_argument("--ranks", type=int, nargs="+", help="count, for so many")
+    parser.add_argument("--ranks", type=int, nargs="+", help="count instead, for these numbers of ranks")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--output", type=Path, help="folder for passes.json; printed otherwise")
     chosen = parser.parse_args()

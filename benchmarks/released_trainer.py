@@ -53,7 +53,7 @@ ROWS = [
 
 
 def in_float64(port: int) -> None:
-    """Make this process the only rank, with every conversion to float32 one to float64."""
+    """Make this process the only rank, and turn every conversion to float32 into one to float64."""
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost", MASTER_PORT=str(port))
     torch.Tensor.float = torch.Tensor.double
     torch.set_default_dtype(torch.float64)

@@ -65,7 +65,7 @@ ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = ROOT / "train_configs"
 GIB = 2**30
 PASSES = {"pull back": "pull_back", "write": "_write"}
-"""of PC's preconditioner"""
+"""methods of PC's preconditioner"""
 
 
 class RandomTokens:
@@ -175,7 +175,7 @@ class Clock:
 
 
 def timed_step(trainer: torchtitan.train.Trainer, clock: Clock, step: Callable[[], None]) -> dict[str, float]:
-    """Take one step: seconds of it, "step", and of the calls of PC's preconditioner in it."""
+    """Take one step; returns its seconds, as "step", and those of the calls of PC's preconditioner in it."""
     spans: list[tuple[str, object, object]] = []
 
     def timed(name: str, function: Callable) -> Callable:

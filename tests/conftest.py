@@ -24,7 +24,7 @@ def pytest_addoption(parser):
 
 
 def pytest_ignore_collect(collection_path, config):
-    """`--fast` does not even import files and conftests without such tests, which takes longer than some of its tests."""
+    """With `--fast`, do not even import files and conftests without such tests: importing takes longer than some tests."""
     if config.getoption("--fast"):
         files = collection_path.rglob("test_*.py") if collection_path.is_dir() else [collection_path]
         return not any("mark.fast" in file.read_text() for file in files) or None
@@ -51,8 +51,8 @@ def _is_for_gpu(item) -> bool:
 
 @pytest.fixture(scope="session", autouse=True)
 def signals_are_not_ignored():
-    """Under `nohup ./run_tests.sh &` they are, and what tests start would inherit that. This process goes on when its
-    terminal ends: a handler is not inherited."""
+    """Under `nohup ./run_tests.sh &` they are, and processes that tests start would inherit that. This process still
+    survives the end of its terminal, by a handler, which is not inherited."""
     for number, handler in (
         (signal.SIGINT, signal.default_int_handler),
         (signal.SIGQUIT, signal.SIG_DFL),
@@ -91,7 +91,7 @@ def tiny_shards(tmp_path_factory):
 
 @pytest.fixture
 def tiny_encoding(monkeypatch):
-    """The name of a tiktoken encoding of single bytes and two merges; its own need the network."""
+    """The name of a tiktoken encoding of single bytes and two merges; tiktoken's own need the network."""
     import tiktoken
 
     ranks = {bytes([i]): i for i in range(256)} | {b"th": 256, b"the": 257}

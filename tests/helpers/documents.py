@@ -1,4 +1,4 @@
-"""The documents, and which of their paragraphs tell of the past."""
+"""The documents, and which of their paragraphs may describe the past."""
 
 import re
 from collections.abc import Iterator
@@ -11,9 +11,9 @@ _COMMIT = re.compile(r"\b(?=[0-9a-f]*\d)[0-9a-f]{7}\b")
 
 
 def paragraphs(document: str) -> Iterator[tuple[str, bool]]:
-    """Each, and whether it may name what was: it names a commit, or the page does and is one of results or of a study.
+    """Each, and whether it may name what is gone: it names a commit, or its page does and is of results or a study.
 
-    A table's row is one, and a block of commands, whose long lines are joined.
+    A table's row is a paragraph, and so is a block of commands, whose continued lines are joined.
     """
     text = (ROOT / document).read_text().replace("\\\n", " ")
     past = document.startswith(("results/", "experiments/")) and bool(_COMMIT.search(text))

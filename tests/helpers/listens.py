@@ -1,4 +1,4 @@
-"""In place of the trainer: a rank writes where it, its launcher and its children listen, to listens.<rank>.json beside the
+"""Replaces the trainer: each rank writes where it, its launcher and its children listen to listens.<rank>.json, beside the
 config that it is given."""
 
 import json

@@ -39,7 +39,7 @@ COPIES = ("aten.copy_.default", "aten._to_copy.default")
 
 
 def waits(function: OpOverload, args: tuple, kwargs: dict) -> bool:
-    """Whether the host waits for the device, which it also does to copy from or to its own memory, unless told not to."""
+    """Whether the host waits for the device. Copies between them wait too, unless they are non-blocking."""
     name, device = str(function), args[0].device if args and isinstance(args[0], Tensor) else None
     if name not in COPIES:
         return name.startswith(WAITS) and device is not None and device.type != "cpu"
@@ -117,6 +117,6 @@ def pretended_cuda() -> Iterator[Strict]:
 
 
 def _group_of(*of, group_of=owner._group_of):
-    """The mesh's ranks are numbers of a real tensor."""
+    """Read the mesh's ranks, numbers in a real tensor, outside the fake mode."""
     with _disable_current_modes():
         return group_of(*of)

@@ -1,4 +1,4 @@
-"""Token shards of any size on a small disk: sparse files of zeros, as the manifest says."""
+"""Token shards of any size on a small disk: sparse files of zeros, with a manifest."""
 
 import hashlib
 import io
@@ -11,7 +11,7 @@ from pc_recipe.data.tokenizers import load_tokenizer
 
 
 def make_sparse(folder: Path, *, train: int, validation: int, tokens: int) -> Manifest:
-    """A folder of so many shards of `tokens` tokens each; all are 0, and the checksums are right."""
+    """A folder of `train` and `validation` shards of `tokens` tokens each; all are 0, and the checksums are right."""
     tokenizer = load_tokenizer("mistral-common")
     header = io.BytesIO()
     np.lib.format.write_array_header_1_0(header, {"descr": "<u2", "fortran_order": False, "shape": (tokens,)})

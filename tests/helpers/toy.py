@@ -26,7 +26,7 @@ class ToyBlock(nn.Module):
 
 
 def toy_model(d: int = 7, f: int = 10, layers: int = 2, seed: int = 0) -> nn.Sequential:
-    """float64; no default size divides by 3, and d not by 2, so shards are uneven."""
+    """float64; no default size is divisible by 3, nor d by 2, so shards are uneven."""
     generator = torch.Generator().manual_seed(seed)
     model = nn.Sequential(*(ToyBlock(d, f) for _ in range(layers))).double()
     with torch.no_grad():
@@ -41,7 +41,7 @@ def toy_batch(index: int, d: int = 7) -> torch.Tensor:
 
 
 def leading_vectors(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Those that power iteration converges to: u [..., n] and v [..., m] of [..., n, m]."""
+    """What power iteration converges to: u [..., n] and v [..., m] of [..., n, m]."""
     left, _, right = torch.linalg.svd(weight, full_matrices=False)
     return left[..., 0], right[..., 0, :]
 
@@ -159,7 +159,7 @@ def trained(preconditioner):
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy on this rank of all of it."""
+    """A copy of the whole tensor, on this rank."""
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
@@ -172,7 +172,7 @@ def expected_pc(preconditioner):
 
 
 def require_pc(preconditioner, tolerance=1e-12):
-    """That `weight` holds the PC(W) of W."""
+    """Assert that `weight` holds the PC(W) of W."""
     for name, expected in expected_pc(preconditioner).items():
         found = whole(preconditioner.weights[name].effective)
         torch.testing.assert_close(
@@ -181,7 +181,7 @@ def require_pc(preconditioner, tolerance=1e-12):
 
 
 def require_near(found, expected, tolerance=1e-12):
-    """Of equal names the same tensors, up to rounding in float64."""
+    """Assert equal names and, up to rounding in float64, equal tensors."""
     assert found.keys() == expected.keys()
     for name, tensors in expected.items():
         for tensor, other in zip(found[name], tensors, strict=True):
