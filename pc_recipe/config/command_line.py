@@ -1,4 +1,4 @@
-"""Command lines that take `--section.key=value`: their parser, and the help of the keys."""
+"""Command lines that take `--section.key=value`: their parser, and the help for the keys."""
 
 import argparse
 import json
@@ -15,11 +15,11 @@ from pc_recipe.files import look
 from pc_recipe.files.errors import ReadFailed
 
 EXAMPLES = """\
-all keys of a config can be set, such as
+any key of a config can be set, such as
   --pc.level=3 --optimizer.lr=1e-3        two keys
-  --pc.blocks=o,ffn --compile.enable      a list; alone: true
+  --pc.blocks=o,ffn --compile.enable      a list; a key without value is true
   --overlay FILE                          a TOML file laid over the config
-  --help pc                               describes the keys whose name has "pc"; --help . describes all
+  --help pc                               describes the keys with "pc" in their name; --help . describes all
 """
 
 
@@ -33,20 +33,26 @@ def parse_with_overrides(parser: argparse.ArgumentParser) -> tuple[argparse.Name
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = f"{EXAMPLES}\nkeys by section:\n{list_keys()}"
     parser.add_argument(
-        "-h", "--help", nargs="?", const="", metavar="WORD", action=_Help, help="this text, or the keys that have WORD"
+        "-h",
+        "--help",
+        nargs="?",
+        const="",
+        metavar="WORD",
+        action=_Help,
+        help="this text, or the keys with WORD in their name",
     )
     return parser.parse_known_args()
 
 
 def at_least_one(text: str) -> int:
-    """A `type` of argparse for what is counted."""
+    """An argparse `type` for counts."""
     if not (text.isdecimal() and int(text)):
         raise argparse.ArgumentTypeError(f"{text} should be a whole number, 1 or more")
     return int(text)
 
 
 def existing(text: str) -> Path:
-    """A `type` of argparse for a file or folder that is read: answered before a script imports torch, which takes seconds."""
+    """An argparse `type` for an input path. It is checked before a script imports torch, which takes seconds."""
     try:
         if look.is_there(text):
             return Path(text)
@@ -67,7 +73,7 @@ class _Help(argparse.Action):
 
 
 def list_keys() -> str:
-    """The names, a paragraph per section."""
+    """The names of all keys, a paragraph per section."""
     by_section: dict[str, list[str]] = {}
     for name, *_ in keys_of(Config()):
         section, _, key = name.rpartition(".")
@@ -77,7 +83,7 @@ def list_keys() -> str:
 
 
 def describe_keys(config: Config, word: str) -> Iterator[str]:
-    """Lines for each key whose name has `word`: its value in `config`, its description, and what may be chosen."""
+    """Lines for each key whose name contains `word`: its value in `config`, its description and its choices."""
     for name, _, value, field in keys_of(config):
         if word in name:
             choices = _choices(field.annotation)
@@ -87,14 +93,14 @@ def describe_keys(config: Config, word: str) -> Iterator[str]:
 
 
 def as_toml(value: Any) -> str:
-    """A value of a command line; JSON's scalars and lists are TOML's. A date, which no key takes, becomes text."""
+    """A value as TOML text: JSON's scalars and lists are valid TOML. A date, which no key takes, becomes a string."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{json.dumps(name)} = {as_toml(item)}" for name, item in value.items()) + "}"
     return json.dumps(value, ensure_ascii=False, default=str)
 
 
 def _as_shown(value: Any) -> str:
-    """As it is usually typed; "" for a key that is not set."""
+    """A value as it is usually typed; "" for a key that is not set."""
     if value is None or isinstance(value, str):
         return value or ""
     return ",".join(map(str, value)) if isinstance(value, list) and value else as_toml(value)

@@ -1,4 +1,4 @@
-"""What a configuration trains, in one line: made from it, so that no run calls itself what it is not."""
+"""What a configuration trains, in one line. It is made from the configuration, so that no run is mislabelled."""
 
 from pc.blocks import BLOCK_GROUPS, BLOCK_SUFFIXES
 from pc_recipe.config.model_sizes import count_parameters, shape_of
@@ -7,7 +7,7 @@ from pc_recipe.config.schema import Config, Model
 
 
 def headline(config: Config) -> str:
-    """Such as "35M Llama, AdamW, PC level 4 on o, gate, up, down (24 of 43 matrices)", or "..., no PC"."""
+    """For example "35M Llama, AdamW, PC level 4 on o, gate, up, down (24 of 43 matrices)", or "..., no PC"."""
     return describe(config.model, config.optimizer.name, config.pc)
 
 
@@ -34,7 +34,7 @@ def _describe_pc(pc: PC, layers: int) -> str:
 
 
 def _short(parameters: int) -> str:
-    """35M, 1.1B, 493k: two digits, or all before the point."""
+    """35M, 1.1B, 493k: two digits, or all before the decimal point."""
     for size, suffix in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
         if parameters >= size:
             number = parameters / size

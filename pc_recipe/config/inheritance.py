@@ -2,7 +2,7 @@
 
 Precedence: command line > the file > its parent > the parent's parent > the schema's defaults. Sections merge key by
 key; a value replaces its parent's. Lists and tables such as `pc.level` are values. `--overlay FILE` on the command line
-is what that file and its parents set, in its place among the words: later ones override it.
+stands for all that the file and its parents set; later arguments override it.
 """
 
 import contextlib
@@ -39,10 +39,10 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
     Args:
         path: the TOML file of the run.
-        overrides: words of a command line, `--section.key value`, `--section.key=value` or `--overlay FILE`.
+        overrides: arguments of a command line, `--section.key value`, `--section.key=value` or `--overlay FILE`.
 
     Raises:
-        UserError: a line for each key of the first faulty file, or for the first faulty word.
+        UserError: a line for each wrong key of the first faulty file, or for the first wrong override.
     """
     config = resolve(path, overrides, Config)
     folder = config.job.dump_folder or str(Path("outputs") / Path(path).stem)
@@ -52,7 +52,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def read_config(run: Path) -> Config | None:
-    """The configuration of a run's folder; None without one that this version can read."""
+    """The configuration in a run's folder; None if there is none that this version can read."""
     try:
         return load_config(run / "config.toml")
     except UserError:
@@ -60,7 +60,7 @@ def read_config(run: Path) -> Config | None:
 
 
 def write_config(config: Config, destination: str | Path) -> None:
-    """Write what is set as one TOML that resolves to `config`, with its origin in comments."""
+    """Write the keys that are set as one TOML file that resolves to `config`, with its origin in comments."""
     write_atomically(destination, f"{config._origin}\n{tomli_w.dumps(config.model_dump(exclude_unset=True))}")
 
 
@@ -101,11 +101,11 @@ def _chain(path: Path) -> Iterator[tuple[Path, bytes, dict[str, Any]]]:
         if (content := look.read(path)) is None:
             raise UserError(f"{path}{child}: No such file")
         try:
-            values = tomllib.loads(content.decode("utf-8-sig"))  # some editors begin a file with a mark
+            values = tomllib.loads(content.decode("utf-8-sig"))  # some editors write a byte order mark
         except (ValueError, RecursionError) as error:  # wrong syntax, encoding, too many digits or levels
             raise UserError(f"{path}{child}: not valid TOML: {error}") from None
         parent = values.pop("parent", None)
-        if path.name == "config.toml" and content.startswith(RESOLVED.encode()):  # of a run, which may have been moved
+        if path.name == "config.toml" and content.startswith(RESOLVED.encode()):  # of a run whose folder may have moved
             job = values.setdefault("job", {})
             if isinstance(job, dict) and os.path.realpath(str(job.get("dump_folder"))) != os.path.realpath(path.parent):
                 job["dump_folder"] = str(path.parent)
@@ -125,13 +125,13 @@ def _words(words: Sequence[str], schema: type[Schema]) -> Iterator[Schema]:
         else:
             name = name.replace("-", "_")
             yield _set(name.split("."), text, schema)
-            for key in (key for key, *_ in keys_of(schema()) if name.startswith(f"{key}.")):  # the last would win
+            for key in (key for key, *_ in keys_of(schema()) if name.startswith(f"{key}.")):  # entries do not merge
                 entry = name.removeprefix(f"{key}.")
-                raise UserError(f"command line: --{key} is given with all of its entries: --{key} '{{{entry} = ...}}'")
+                raise UserError(f"command line: give --{key} with all of its entries: --{key} '{{{entry} = ...}}'")
 
 
 def _pairs(words: Sequence[str]) -> Iterator[tuple[str, str | None]]:
-    """(name, value) of each override; None: without a value."""
+    """(name, value) of each override; the value is None if none is given."""
     words = list(words)
     while words:
         word = words.pop(0)
@@ -143,7 +143,7 @@ def _pairs(words: Sequence[str]) -> Iterator[tuple[str, str | None]]:
 
 
 def _set(keys: Sequence[str], text: str | None, schema: type[Schema]) -> Schema:
-    """An instance in which a key has a value of the command line: as TOML, or else as it stands, such as `x,y`."""
+    """An instance in which one key has a value from the command line, read as TOML or else as text, such as `x,y`."""
 
     def read(value: Any, strict: bool = True) -> Schema:
         nested = reduce(lambda inner, key: {key: inner}, reversed(keys), value)
@@ -151,7 +151,7 @@ def _set(keys: Sequence[str], text: str | None, schema: type[Schema]) -> Schema:
 
     if text is None:
         return read(True)
-    # an item of a TOML file, a list without its brackets, or a word
+    # a TOML value, a list without its brackets, or plain text
     for written in (text, f"[{text}]") if "," in text else (text,):
         with contextlib.suppress(ValueError, RecursionError):
             value = tomllib.loads(f"value = {written}")["value"]
@@ -184,7 +184,7 @@ def _origin(path: Path, overrides: Sequence[str]) -> str:
     for overlay in [Path(text) for name, text in _pairs(overrides) if name == OVERLAY and text]:
         files = [*_chain(overlay), *files]
     lines += [f"{file}  sha256 {hashlib.sha256(content).hexdigest()}" for file, content, _ in files]
-    # a line break in a name or a word would end the comment, and other control characters may not be in one
+    # a line break in a name or an override would end the comment; TOML forbids other control characters in it
     return RESOLVED + "".join(f"#   {plain(' '.join(line.splitlines()))}\n" for line in lines)
 
 
@@ -200,12 +200,12 @@ def _unknown(name: str, schema: type[Section]) -> str:
     if name in INSTEAD:
         return f"{name} is not supported by this trainer; see {INSTEAD[name]}"
     known = [key for key, *_ in keys_of(schema())]
-    if name in known:  # in quotes
+    if name in known:  # but in quotes
         return f"{name}: write it without quotes, or below [{name.rpartition('.')[0]}]"
     elsewhere = [key for key in known if key.rpartition(".")[2] == name.rpartition(".")[2]]
     names = [*known, *(key.rpartition(".")[0] for key in known)]
     section, _, key = name.rpartition(".")
-    # such as "learning_rate" of `optimizer.lr`, whose description has both words
+    # such as "learning_rate" for `optimizer.lr`, whose description contains both words
     meant = [
         other
         for other, _, _, field in keys_of(schema())

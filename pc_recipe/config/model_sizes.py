@@ -1,4 +1,4 @@
-"""The sizes of Llama 2 that `model.flavor` can choose, and other keys of `[model]` change. To add one, add an entry to
+"""The sizes of Llama 2 that `model.flavor` can choose. Other keys of `[model]` change them. To add one, add an entry to
 `FLAVORS`."""
 
 import math
@@ -57,12 +57,12 @@ FlavorName = Annotated[str, one_of(FLAVORS)]
 
 
 def shape_of(model: "Model") -> Flavor:
-    """The flavor of a config with the sizes that it sets itself."""
+    """The config's flavor, changed by the sizes that the config sets itself."""
     given = {name: getattr(model, name) for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "rope_theta")}
     shape = replace(FLAVORS[model.flavor], **{name: size for name, size in given.items() if size is not None})
     if model.ffn_dim is None:
         return shape
-    # 8/3 dim becomes 1, and is rounded up to a multiple of the width that is wanted.
+    # The multiplier turns 8/3 dim into 1, which is rounded up to the wanted width.
     return replace(shape, ffn_dim_multiplier=0.5 / shape.dim, multiple_of=model.ffn_dim)
 
 
@@ -89,12 +89,12 @@ def weight_shapes(model: "Model") -> dict[str, tuple[int, ...]]:
 
 
 def count_parameters(model: "Model") -> int:
-    """Of the whole model, without those that PC adds."""
+    """Parameters of the whole model, without those that PC adds."""
     return sum(map(math.prod, weight_shapes(model).values()))
 
 
 def sizes_of(model: "Model") -> dict[str, float]:
-    """{key of `[model]`: the size that it stands for}: two models are the same if these are."""
+    """{key of `[model]`: the size in effect}. Two models are the same if these are equal."""
     shape = shape_of(model)
     sizes = {name: getattr(shape, name) for name in ("dim", "n_layers", "n_heads", "ffn_dim", "rope_theta")}
     return sizes | {"n_kv_heads": shape.n_kv_heads or shape.n_heads, "vocab_size": model.vocab_size}

@@ -15,13 +15,13 @@ class Kind:
     """What the trainer needs to know about an optimizer."""
 
     build: "Callable[[list[dict], OptimizerSection], torch.optim.Optimizer]"
-    """Makes the optimizer of parameter groups, which say their rate and decay; imports torch when it is called."""
+    """Makes the optimizer from parameter groups, which have their own rate and decay; imports torch when called."""
     states: int
-    """State tensors per parameter and of its size, for the memory estimate."""
+    """State tensors per parameter, each of its size, for the memory estimate."""
     keeps_norms: bool = False
-    """Whether its rate is `hyperball_lr`; it has no decay then, because the norm is what a decay would control."""
+    """Whether it keeps the weights' norms: its rate is then `hyperball_lr`, and it has no decay, which is for the norm."""
     splits_heads: bool = False
-    """Whether a parameter group may say that each attention head is a matrix (`muon_heads`)."""
+    """Whether a parameter group may treat each attention head as a matrix (`muon_heads`)."""
 
     def lr(self, config: "OptimizerSection") -> float:
         """Its peak learning rate."""
@@ -76,31 +76,31 @@ KINDS: dict[str, Kind] = {
     "AdamH": Kind(_adamh, states=2, keeps_norms=True),
     "MuonH": Kind(_muonh, states=1, keeps_norms=True, splits_heads=True),
 }
-"""{optimizer.name: Kind}; the lower-case names are those of the optimizer states in a checkpoint."""
+"""{optimizer.name: Kind}; in lower case, these are the names of the optimizer states in a checkpoint."""
 
 
 class OptimizerSection(Section):
-    """AdamW's keys also apply to the parameters that the others do not train, and to AdamH; Muon's also to MuonH."""
+    """AdamW's keys also apply to parameters that the other optimizers do not train, and to AdamH; Muon's also to MuonH."""
 
     decides = RESULT
     name: Annotated[str, one_of(KINDS)] = key(
         "AdamW", f"Optimizer of the hidden matrices: {', '.join(KINDS)}. AdamW trains all other parameters."
     )
-    lr: Factor = key(8e-4, "Peak learning rate; AdamH and MuonH have `hyperball_lr`.")
+    lr: Factor = key(8e-4, "Peak learning rate; AdamH and MuonH use `hyperball_lr`.")
     beta1: Beta = key(0.9, "AdamW's decay of the gradient's mean.")
     beta2: Beta = key(0.95, "AdamW's decay of the squared gradient's mean.")
     eps: Fraction = key(1e-8, "AdamW's epsilon.")
     weight_decay: Factor = key(0.1, "Decoupled weight decay, times the learning rate; AdamH and MuonH have none.")
     independent_decay: bool = key(
-        False, "weight_decay is the share that a step at the peak takes off a weight, whatever the learning rate."
+        False, "weight_decay is the share of a weight that a step at the peak removes, whatever the learning rate."
     )
     lr_factors: BlockFactors = key({}, "Factors of the learning rate of some blocks, such as {o = 1.6, ffn = 1.8}.")
-    implementation: Literal["for-loop", "foreach", "fused"] = key("fused", "Of torch's AdamW.", RUN)
+    implementation: Literal["for-loop", "foreach", "fused"] = key("fused", "Implementation of torch's AdamW.", RUN)
     muon_momentum: Beta = key(0.95, "Muon's momentum.")
     muon_nesterov: bool = key(True, "Nesterov momentum in Muon.")
     muon_steps: Count = key(5, "Newton-Schulz steps.")
     muon_adjust_lr: Literal["match_rms_adamw", "original"] = key(
         "match_rms_adamw", "How Muon scales the learning rate with the matrix shape."
     )
-    muon_heads: list[Literal["q", "k", "v"]] = key([], "Blocks of which Muon takes each attention head as a matrix.")
+    muon_heads: list[Literal["q", "k", "v"]] = key([], "Blocks in which Muon treats each attention head as a matrix.")
     hyperball_lr: Factor = key(0.02, "Peak length of a step of AdamH and MuonH, relative to the weight's norm.")

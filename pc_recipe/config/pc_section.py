@@ -12,7 +12,7 @@ from pc.maps import LEVEL_NAMES
 from pc_recipe.config.sections import METHOD, RESULT, Few, Section, key, should
 
 Level = int | str | list[float]
-# where TOML's types differ, or a wrong value can be said with its file
+# where TOML's types differ, or the message about a wrong value should name its file
 TYPES: dict[str, Any] = {
     "level": Annotated[Level | dict[str, Level], should(f"{LEVEL_NAMES}, coefficients, or a table of these")],
     "power_iterations": Few,
@@ -37,14 +37,16 @@ _Keys: Any = create_model("_Keys", __base__=Section, **_fields)
 class PC(_Keys):
     """Polynomial weight preconditioning (`pc.PCConfig`)."""
 
-    model_config = ConfigDict(frozen=True)  # since `pc_config` is kept
+    model_config = ConfigDict(frozen=True)  # because `pc_config` is cached
     decides = METHOD
     enable: bool = key(False, "Precondition weights; false: a plain Llama 2, the baseline.")
     start: Literal["preserve", "raw"] = key(
-        "preserve", "Use given initial weights as PC(W), so that the model is the same, or as W.", RESULT
+        "preserve",
+        "preserve: loaded initial weights become PC(W), so that the model stays the same; raw: they become W.",
+        RESULT,
     )
 
     @cached_property
     def pc_config(self) -> PCConfig:
-        """The validated `PCConfig`, made once, after the last file and word have been read; raises UserError."""
+        """The validated `PCConfig`, made once, after all files and overrides have been read; raises UserError."""
         return PCConfig(**{name: getattr(self, name) for name in KEYS})

@@ -10,7 +10,7 @@ from pc_recipe.config.schema import Config, Training
 
 @dataclass(frozen=True)
 class Degrees:
-    """Numbers of ranks; TorchTitan's ParallelDims has the same names and serves as well."""
+    """Numbers of ranks; TorchTitan's ParallelDims has the same attributes and can be used instead."""
 
     dp_replicate: int
     dp_shard: int
@@ -71,7 +71,7 @@ class RankBatches:
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches per optimizer step and data-parallel rank; raises UserError if the batch does not divide."""
+        """Micro-batches per optimizer step and data-parallel rank; raises UserError if it is not a whole number."""
         batch, size, ranks = self.training.global_batch_size, self.training.local_batch_size, self.data_ranks
         if size == -1:
             raise UserError("training.local_batch_size = -1 is chosen by ./run_llama_train.sh; give a number here")
@@ -93,11 +93,11 @@ class RankBatches:
         """Sequences per micro-batch that divide the global batch, in ascending order.
 
         Raises:
-            UserError: there is no global batch, the ranks do not divide it, or a pipeline decides as well.
+            UserError: there is no global batch, the ranks do not divide it, or there is a pipeline.
         """
         batch, ranks = self.training.global_batch_size, self.data_ranks
         if batch == -1 or self.dims.pp > 1:
-            why = "divides training.global_batch_size, which is -1" if batch == -1 else "is not for pipelines"
+            why = "needs training.global_batch_size, which is -1" if batch == -1 else "does not work with pipelines"
             raise UserError(f"training.local_batch_size = -1 {why}; give a number")
         if batch % ranks:
             tp = next(tp for tp in range(2, ranks + 1) if ranks % tp == 0 and batch % (ranks // tp) == 0)

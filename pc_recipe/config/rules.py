@@ -1,4 +1,4 @@
-"""Rules between keys: settings that would train the wrong thing, or fail later in a way that nobody can read."""
+"""Rules between keys: settings that would train the wrong thing, or fail later with an obscure error."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -11,13 +11,13 @@ from pc_recipe.config.schema import Config
 FLOAT8 = "quantize.linear.float8"
 _SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble")
 _IN_ROUNDS = ("Interleaved1F1B", "InterleavedZeroBubble")
-"""Their microbatches run in rounds of about as many as there are ranks, all equally long."""
+"""They run microbatches in rounds of equal length, each of about as many as there are ranks."""
 _ONE_STAGE_PER_RANK = ("1F1B", "GPipe")
-"""The others have two."""
+"""The other schedules have two."""
 
 
 def require(config: Config, dims: Degrees, on_cpu: bool = False) -> None:
-    """Raise a `UserError` with a line for each broken rule, of `anywhere` and `on_ranks`."""
+    """Raise a `UserError` with a line for each broken rule of `anywhere` and `on_ranks`."""
     if found := [*anywhere(config), *on_ranks(config, dims, on_cpu)]:
         raise UserError("\nerror: ".join(found))
 
@@ -62,7 +62,7 @@ def anywhere(config: Config) -> Iterator[str]:
     if config.experiment.options and not config.experiment.arm:
         yield "experiment.options needs experiment.arm, whose options they are"
     if config.checkpoint.keep_latest_k == 1:
-        yield "checkpoint.keep_latest_k = 1 should be 2 or more, because the newest may be damaged, or 0 to keep all"
+        yield "checkpoint.keep_latest_k = 1 should be 0 (keep all) or at least 2, because the newest may be damaged"
 
 
 def on_ranks(config: Config, dims: Degrees, on_cpu: bool = False) -> Iterator[str]:
@@ -82,15 +82,15 @@ def on_ranks(config: Config, dims: Degrees, on_cpu: bool = False) -> Iterator[st
         yield f"parallelism.tensor_parallel_degree = {dims.tp} should divide the {heads} (key-value) heads"
     if config.model.ffn_dim and config.model.ffn_dim % dims.tp:
         yield f"parallelism.tensor_parallel_degree = {dims.tp} should divide model.ffn_dim = {config.model.ffn_dim}"
-    if (rows := config.model.vocab_size) % dims.tp:  # torch would save wrong places of FSDP's parts, and refuse to
+    if (rows := config.model.vocab_size) % dims.tp:  # else torch computes wrong offsets, and cannot save
         yield (
             f"parallelism.tensor_parallel_degree = {dims.tp} should divide model.vocab_size = {rows}, such as "
-            f"{math.ceil(rows / dims.tp) * dims.tp}: a model may have rows to spare"
+            f"{math.ceil(rows / dims.tp) * dims.tp}: a model may have unused rows"
         )
     sharers = dims.dp_shard * dims.cp * dims.tp
     if config.checkpoint.initial_load_in_hf and heads % sharers:  # TorchTitan cuts wq and wk into heads
         yield (
-            f"checkpoint.initial_load_in_hf = true on {sharers} ranks that share each weight, which should divide the "
+            f"checkpoint.initial_load_in_hf = true: the {sharers} ranks that share each weight should divide the "
             f"{heads} (key-value) heads; start on fewer, and continue on any number"
         )
     if config.training.seq_len % (divisor := dims.tp * 2 * dims.cp):
@@ -141,7 +141,7 @@ def _in_rounds(config: Config, ranks: int, microbatches: int) -> Iterator[str]:
 
 
 def _split_into_stages(config: Config, ranks: int) -> Iterator[str]:
-    """What TorchTitan's `pipeline_llm` asserts of the number of layers, to which it adds embedding and head."""
+    """What TorchTitan's `pipeline_llm` asserts about the number of layers, to which it adds embedding and head."""
     schedule, layers = config.parallelism.pipeline_parallel_schedule, shape_of(config.model).n_layers
     stages = ranks * (1 if schedule in _ONE_STAGE_PER_RANK else 2)
     if layers + 2 < stages:

@@ -1,11 +1,11 @@
-"""What two runs are compared by: a dict of the keys that count (`pc_recipe.config.sections` says what a key decides).
+"""What two runs are compared by: dicts of the keys that count (`pc_recipe.config.sections` says what a key decides).
 
 method_key   defines the weights in a checkpoint
 weights_key  the method, the model's sizes and the optimizer; a resume must match it
-result_key   decides a run's result; runs with equal ones are trained once
+result_key   decides a run's result; of runs with equal ones, one is trained
 all_values   everything; all ranks of a run must agree on it
 
-A result key holds only values that differ from the defaults, so that a key that is added later changes none.
+A result key holds only values that differ from the defaults, so that adding a key later does not change it.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ STARTS = (
     START, "checkpoint.initial_load_model_only", "checkpoint.initial_load_in_hf",
     "checkpoint.exclude_from_loading", "debug.seed", "model.init_std", "model.init_factors", "pc.start",
 )  # fmt: skip
-"""what only a new run takes"""
+"""keys that only a new run uses"""
 COMPUTES = ("pc", "pc_recipe/config", "pc_recipe/data", "pc_recipe/train")
 
 
@@ -74,9 +74,9 @@ def result_key(config: Config, world_size: int | None = None, data: dict[str, st
     """What decides a run's result: settings, the sequences of a step and the content of its data.
 
     Args:
-        world_size: number of processes, if it is known; without it and `training.global_batch_size` the result has no
-            number of sequences.
-        data: `data_checksums` when it was trained; None: as they are now.
+        world_size: number of processes, if it is known; without it and `training.global_batch_size`, the key lacks
+            the sequences of a step.
+        data: `data_checksums` as they were at training; None: as they are now.
     """
     off = tuple(f"{name}." for name, section in config if not getattr(section, "enable", True))
     values = {
@@ -101,12 +101,12 @@ def code_version() -> dict[str, str]:
 
 
 def data_checksums(config: Config) -> dict[str, str]:
-    """{key: `Manifest.identity` of the data, checksum of a file of `[experiment]`, of the checkpoint that a new run starts
-    from}, of those that can be read."""
+    """{key: checksum} of what can be read: the data (`Manifest.identity`), files of `[experiment]`, and the checkpoint that
+    a new run starts from."""
     checksums = {}
     for key, folders in (("path", config.data.folders), ("validation_path", config.data.validation_folders)):
         texts = [look.read(Path(folder, "manifest.json")) or b"" for folder in folders]
-        # a damaged one is reported when the data are opened
+        # a damaged manifest is reported when the data are opened
         with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):
             manifests = [json.loads(text) for text in texts]
             identities = (m.get("configuration_sha256") or m["content_sha256"] for m in manifests)
@@ -121,8 +121,8 @@ def data_checksums(config: Config) -> dict[str, str]:
 
 
 def differing_keys(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    """The keys in which two methods, or two results, differ. What only one of them knows of batch and data does not
-    count, nor the folder of data whose content is equal; of a mixture it has the weights too."""
+    """The keys in which two methods, or two results, differ. Batch and checksums do not count
+    where only one has them. Nor do data folders with equal content, except in a mixture, where the key has weights too."""
     ignored = {key for key in one.keys() ^ other.keys() if key == BATCH or key.startswith("content of ")}
     for key in ("data.path", "data.validation_path"):
         content, folders = f"content of {key}", (one.get(key), other.get(key))

@@ -1,7 +1,7 @@
-"""Every key of a run's configuration: its type, its range, its default, what it says and what it decides. Those of PC are
-in `pc_section`, those of optimizers in `optimizers`.
+"""Every key of a run's configuration: its type, range, default, description, and what it decides. PC's keys are in
+`pc_section`, the optimizers' in `optimizers`.
 
-Sections and keys have TorchTitan's names. Keys of TorchTitan that this trainer does not read do not exist.
+Sections and keys have TorchTitan's names. TorchTitan's keys that this trainer does not read are left out.
 """
 
 from typing import Annotated, Any, Literal
@@ -66,7 +66,7 @@ class Metrics(Section):
 class Model(Section):
     decides = RESULT
     name: Literal["pc_llama2"] = key("pc_llama2", "TorchTitan's train spec.")
-    flavor: FlavorName = key("debug", f"Model size: {', '.join(FLAVORS)}. Each size below replaces one of it.")
+    flavor: FlavorName = key("debug", f"Model size: {', '.join(FLAVORS)}. Each size below replaces the flavor's.")
     dim: Width | None = key(None, "Width of the residual stream.")
     n_layers: Few | None = key(None, "Transformer blocks.")
     n_heads: Width | None = key(None, "Attention heads.")
@@ -74,7 +74,7 @@ class Model(Section):
     ffn_dim: Width | None = key(None, "Width of the feed-forward layers; unset: 8/3 dim, rounded up as in the flavor.")
     rope_theta: Positive | None = key(None, "Base of the rotary positions; unset: 10000.")
     vocab_size: Width = key(32_000, "Rows of embedding and head; at least the tokenizer's vocabulary size.")
-    init_std: Positive = key(0.02, "Deviation of the blocks' initial weights; of wo, w2 and w3 it falls with depth.")
+    init_std: Positive = key(0.02, "Deviation of the blocks' initial weights; that of wo, w2 and w3 falls with depth.")
     init_factors: BlockFactors = key({}, "Factors of the initial weights of some blocks, such as {o = 1.6, ffn = 1.8}.")
     converters: list[Literal["quantize.linear.float8"]] = key([], "TorchTitan's converters of linear layers.")
 
@@ -83,7 +83,7 @@ class LRScheduler(Section):
     decides = RESULT
     warmup_steps: Interval = key(200, "Steps of linear warmup.")
     total_steps: Count | None = key(
-        None, "Steps of the whole schedule, after which the rate stays; unset: training.steps."
+        None, "Steps of the whole schedule, after which the rate stays constant; unset: training.steps."
     )
     decay_ratio: Fraction | None = key(None, "Share of the steps that decay, at the end; unset: all after the warmup.")
     decay_type: Literal["linear", "sqrt", "cosine"] = key("linear", "Shape of the decay.")
@@ -107,7 +107,7 @@ class Training(Section):
     gc_freq: Count = key(50, "Steps between Python's garbage collections.", "run")
     dataloader: DataLoader = DataLoader()
     max_nonfinite_steps: Count = key(
-        3, "A step with a non-finite loss or gradient norm changes no weight; stop after so many in a row.", "run"
+        3, "A step with a non-finite loss or gradient norm changes no weight; stop after this many in a row.", "run"
     )
 
 
@@ -139,18 +139,18 @@ State = Literal["model", "optimizer", "lr_scheduler", "dataloader", "train_state
 class Checkpoint(Section):
     enable: bool = key(False, "Save checkpoints, and continue from the newest one.")
     interval: Count = key(500, "Steps between checkpoints.")
-    minutes: Interval = key(0, "Minutes after a checkpoint when the next is due before its step; 0: never.")
+    minutes: Interval = key(0, "Minutes since a checkpoint after which the next is saved early; 0: never.")
     initial_load_path: Text | None = key(None, "Checkpoint or Hugging Face folder that a new run starts from.", RESULT)
     initial_load_model_only: bool = key(True, "Load only its weights.", RESULT)
-    initial_load_in_hf: bool = key(False, "It is a Hugging Face folder.", RESULT)
+    initial_load_in_hf: bool = key(False, "initial_load_path is a Hugging Face folder.", RESULT)
     initial_load_tokenizer_is_the_same: bool = key(
-        False, "Its tokenizer is that of the data, which is not compared: of a folder without one."
+        False, "Assume that initial_load_path has the data's tokenizer, where it has none to compare."
     )
     last_save_model_only: bool = key(True, "The last checkpoint holds only weights; it cannot be resumed.")
     export_dtype: Literal["float16", "bfloat16", "float32"] = key("float32", "Precision of weights saved alone.")
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = key("disabled", "Save while training goes on.")
     keep_latest_k: Interval = key(10, "Newest checkpoints to keep, two or more; 0: all.")
-    keep_every: Interval = key(0, "Steps between checkpoints that are also saved, and kept for good; 0: none.")
+    keep_every: Interval = key(0, "Steps between extra checkpoints that are kept for good; 0: none.")
     exclude_from_loading: list[State] = key(
         [], "Parts of the checkpoint in initial_load_path that are not loaded.", RESULT
     )
@@ -159,7 +159,7 @@ class Checkpoint(Section):
 class ActivationCheckpoint(Section):
     mode: Literal["selective", "full", "none"] = key("selective", "What the backward pass recomputes.")
     selective_ac_option: Annotated[str, StringConstraints(pattern=r"^(op|[0-9]{1,9})$")] = key(
-        "2", "Of selective: op recomputes all but costly operations, a number n every n-th block."
+        "2", "For selective: op recomputes all but costly operations, a number n every n-th block."
     )
 
 
@@ -174,8 +174,8 @@ class Float8(Section):
     enable_fsdp_float8_all_gather: bool = key(False, "Gather weights in float8.")
     precompute_float8_dynamic_scale_for_fsdp: bool = key(False, "Compute all scales at once after a step.")
     recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None = key(None, "torchao's recipe.")
-    filter_fqns: list[str] = key([], "Parts of the names of layers that stay as they are.")
-    emulate: bool = key(False, "Emulate float8 where there is none; slow.")
+    filter_fqns: list[str] = key([], "Layers with one of these in their name are not converted.")
+    emulate: bool = key(False, "Emulate float8 on hardware without it; slow.")
 
 
 class QuantizedLinear(Section):
@@ -188,7 +188,9 @@ class Quantize(Section):
 
 class Comm(Section):
     init_timeout_seconds: Count = key(300, "Longest wait for other ranks until the first step is done.")
-    train_timeout_seconds: Count = key(100, "Longest wait for other ranks later; longer than writing a checkpoint.")
+    train_timeout_seconds: Count = key(
+        100, "Longest wait for other ranks later; set it longer than writing a checkpoint takes."
+    )
     trace_buf_size: Interval = key(20_000, "Events that the flight recorder keeps; 0: off.")
 
 
@@ -202,7 +204,7 @@ class Validation(Section):
 class Debug(Section):
     decides = RESULT
     seed: Seed | None = key(None, "Seed of the initial weights; unset: 0.")
-    deterministic: bool = key(False, "Only operations that give the same bits again.", "run")
+    deterministic: bool = key(False, "Use only operations that always give the same bits.", "run")
 
 
 class Data(Section):
@@ -217,7 +219,9 @@ class Data(Section):
     validation_sequences: Count = key(64, "Sequences per validation over all ranks, the same ones every time.")
     seed: Seed = key(0, "Seed of the order of training sequences.")
     max_epochs: Count = key(
-        100, "Passes over the training data; a run that would make more, as by the wrong folder, is refused.", "run"
+        100,
+        "Most passes over the training data; a run that would make more, such as with a wrong folder, is refused.",
+        "run",
     )
     skip: list[Annotated[str, StringConstraints(pattern=r"^[0-9]{1,18}(-[0-9]{1,18})?$")]] = key(
         [], 'Training sequences to skip, by the positions shown in the log: "1200-1263".'
@@ -236,11 +240,11 @@ class Data(Section):
 
 class Diagnostics(Section):
     freq: Interval = key(
-        10, "Steps between measurements of output sizes, gamma and the weight norm; also in the last; 0: never."
+        10, "Steps between measurements of output sizes, gamma and the weight norm, also in the last step; 0: never."
     )
     spectra_freq: Interval = key(
         500,
-        "Steps between measurements of every matrix's condition number and the error of PC's norm estimate; also in the last; 0: never.",
+        "Steps between measurements of every matrix's condition number and the error of PC's norm estimate, also in the last step; 0: never.",
     )
 
 
@@ -251,9 +255,7 @@ class Experiment(Section):
     arm: Annotated[str, StringConstraints(pattern=r"^([\w.]+:\w+)?$")] = key(
         "", "A class that is called around every optimizer step, as module:Class; this line makes a run import it."
     )
-    options: dict[str, Any] = key(
-        {}, "What the class is made with. Of a file that an option names, the content counts."
-    )
+    options: dict[str, Any] = key({}, "Arguments of the class. If one names a file, its content counts too.")
 
 
 class Config(Section):
@@ -279,7 +281,7 @@ class Config(Section):
     diagnostics: Diagnostics = Diagnostics()
     experiment: Experiment = Experiment()
     _origin: str = (
-        ""  # comments that name the files and the words that it was read from (`pc_recipe.config.inheritance`)
+        ""  # comments that name the files and overrides that it was read from (`pc_recipe.config.inheritance`)
     )
 
     @property

@@ -61,7 +61,7 @@ def key(default: Any, says: str, decides: str | None = None) -> Any:
 
 
 def one_of(table: Mapping[str, Any]) -> AfterValidator:
-    """Of a key that names an entry of `table`."""
+    """Validates a key that names an entry of `table`."""
 
     def require(name: str) -> str:
         if name not in table:
@@ -72,7 +72,7 @@ def one_of(table: Mapping[str, Any]) -> AfterValidator:
 
 
 def should(be: str) -> WrapValidator:
-    """Say what a value should be; pydantic's own words name each type of a union."""
+    """Say what a value should be; pydantic's own message lists each type of a union."""
 
     def one_mistake(value: Any, validate: Callable[[Any], Any]) -> Any:
         try:
@@ -99,8 +99,8 @@ def _not_zero(number: int) -> int:
 Text = Annotated[str, StringConstraints(pattern=r"^[^\x00]*$")]  # no NUL, which file names may not have
 Count = Annotated[int, Field(ge=1, le=MANY)]
 Interval = Annotated[int, Field(ge=0, le=MANY)]
-Auto = Annotated[int, Field(ge=-1, le=10**6), AfterValidator(_not_zero)]  # -1: a number that follows from others
-Few = Annotated[int, Field(ge=1, le=1000)]  # of what is built, started or repeated one by one
+Auto = Annotated[int, Field(ge=-1, le=10**6), AfterValidator(_not_zero)]  # -1: computed from other keys
+Few = Annotated[int, Field(ge=1, le=1000)]  # a count of things built, started or repeated one by one
 Width = Annotated[int, Field(ge=1, le=2**20)]
 Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
@@ -113,5 +113,5 @@ BlockFactors = Annotated[
 
 
 def block_factor(factors: Mapping[str, float], layer: str) -> float:
-    """The factor of a layer, of its initial weights or learning rate: that of the entry that matches, or 1."""
+    """The factor of a layer's initial weights or learning rate: that of the first entry that matches, or 1."""
     return next((factor for entry, factor in factors.items() if matches(entry, layer)), 1.0)

@@ -135,8 +135,8 @@ def test_a_parent_is_a_file(write):
         (["--pc.blocks", '["o", 1]'], "pc.blocks.1 = 1 should be a valid string"),
         (["--overlay"], "--overlay needs a TOML file"),
         (["--optimizer.lr", "fast"], "should be a valid number"),
-        (["--pc.level.o", "3"], "--pc.level is given with all of its entries: --pc.level '{o = ...}'"),
-        (["--data.path.data/my-text", "1"], "--data.path is given with all of its entries"),
+        (["--pc.level.o", "3"], "give --pc.level with all of its entries: --pc.level '{o = ...}'"),
+        (["--data.path.data/my-text", "1"], "give --data.path with all of its entries"),
         (
             ["--optimizer.lr_factors={ffn = 1.8, up = 3.0}"],
             "optimizer.lr_factors = {'ffn': 1.8, 'up': 3.0} should name up once",
