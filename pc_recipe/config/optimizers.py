@@ -19,7 +19,7 @@ class Kind:
     states: int
     """State tensors per parameter, each of its size, for the memory estimate."""
     keeps_norms: bool = False
-    """Whether it keeps the weights' norms: its rate is then `hyperball_lr`, and it has no decay, which is for the norm."""
+    """Whether it keeps the weights' norms. Its rate is then `hyperball_lr`, and it has no decay, which only controls norms."""
     splits_heads: bool = False
     """Whether a parameter group may treat each attention head as a matrix (`muon_heads`)."""
 

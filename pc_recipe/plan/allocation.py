@@ -11,11 +11,11 @@ from pc.errors import UserError
 
 TRAIN_SCRIPT = Path(__file__).parents[2] / "scripts" / "slurm" / "train.sbatch"
 SIZES = ("--nodes", "-N", "--gpus", "-G")
-"""How options of sbatch for nodes and GPUs begin."""
+"""Prefixes of sbatch's options for nodes and GPUs."""
 ASSUMED_GIB = 79.0
-"""What torch shows of a GPU that is sold with 80 GB."""
+"""Memory that torch reports for a GPU sold with 80 GB."""
 SPARE = 1.2
-"""The limit that is recommended as a multiple of the estimate, which leaves out validation and checkpoints."""
+"""The recommended time limit, as a multiple of the estimate, which leaves out validation and checkpoints."""
 
 
 @dataclass(frozen=True)
@@ -28,13 +28,15 @@ class Allocation:
     options: list[str]
     """More options for sbatch."""
     gpu_gib: float = ASSUMED_GIB
-    """Memory of each GPU, which is not one of the login node."""
+    """Memory of each of the job's GPUs, which are not in the login node."""
 
     @staticmethod
     def add_options(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--nodes", type=int, default=1, help="machines per run (default 1)")
         parser.add_argument("--gpus-per-node", type=int, default=8, help="GPUs per machine (default 8; 0: CPU)")
-        parser.add_argument("--gpu-memory", type=float, metavar="GIB", default=ASSUMED_GIB, help="of each (default 79)")
+        parser.add_argument(
+            "--gpu-memory", type=float, metavar="GIB", default=ASSUMED_GIB, help="of each GPU (default 79)"
+        )
         parser.add_argument(
             "--sbatch", default="", help='more options for sbatch: --sbatch="--partition=main --time=8:00:00"'
         )
@@ -47,7 +49,7 @@ class Allocation:
             raise UserError(f"--sbatch={arguments.sbatch}: {error}") from None
         for option in options:
             if option.startswith(SIZES):
-                raise UserError(f"--sbatch: {option} would not be seen by the checks; give --nodes and --gpus-per-node")
+                raise UserError(f"--sbatch: the checks would not see {option}; give --nodes and --gpus-per-node")
         return Allocation(arguments.nodes, arguments.gpus_per_node, options, arguments.gpu_memory)
 
     @property
@@ -63,12 +65,12 @@ class Allocation:
         limit, requeues = self._limit()
         if hours > _hours_of(limit) and not requeues:
             raise UserError(
-                f"{what} takes about {hours:.1f} hours on {self.world_size} GPUs, its time limit is {limit} without requeue: "
-                f'leave out --no-requeue, or give --sbatch="--time={math.ceil(SPARE * hours)}:00:00"'
+                f"{what} takes about {hours:.1f} hours on {self.world_size} GPUs, but its time limit is {limit} without "
+                f'requeue: leave out --no-requeue, or give --sbatch="--time={math.ceil(SPARE * hours)}:00:00"'
             )
 
     def describe_limit(self, hours: float) -> str:
-        """The limit, and the jobs that a run of `hours` takes."""
+        """The limit, and how many jobs a run of `hours` takes."""
         limit, _ = self._limit()
         jobs = math.ceil(hours / _hours_of(limit))
         return limit + (f", about {jobs} jobs: each saves at its limit and requeues" if jobs > 1 else "")
@@ -93,8 +95,8 @@ class Allocation:
 
 
 def _hours_of(limit: str) -> float:
-    """Of sbatch's --time: MINUTES[:SECONDS], HOURS:MINUTES:SECONDS or DAYS-HOURS[:MINUTES[:SECONDS]]; infinite if there is
-    no limit, or sbatch will refuse it."""
+    """Hours of sbatch's --time: MINUTES[:SECONDS], HOURS:MINUTES:SECONDS or DAYS-HOURS[:MINUTES[:SECONDS]]; infinite if
+    there is no limit, or sbatch will refuse it."""
     days, dash, rest = limit.rpartition("-")
     try:
         numbers = [int(number) for number in rest.split(":")]

@@ -35,7 +35,7 @@ class CheckResult:
     """What a dry run has found."""
 
     config: Config
-    """With its micro-batch after `check_on_ranks`."""
+    """`check_on_ranks` fills in its micro-batch."""
     facts: list[tuple[str, str]] = field(default_factory=list)
     """(one of `LINES`, text)"""
     errors: list[str] = field(default_factory=list)
@@ -45,9 +45,9 @@ class CheckResult:
     batches: RankBatches | None = None
     """After `check_layout`; None if the config does not fit."""
     start: str | None = None
-    """What weights a new run starts from; None if it goes on or starts from none."""
+    """The weights that a new run starts from; None if it continues, or starts from none."""
     train: dict[str, Manifest | None] = field(default_factory=dict)
-    """{folder of training data: what it says of itself, None if it is missing}"""
+    """{folder of training data: its manifest, None if that is missing}"""
     validation: dict[str, Manifest | None] = field(default_factory=dict)
 
     def add_error(self, error: str) -> None:
@@ -162,12 +162,12 @@ def check_on_ranks(result: CheckResult, gpu_gib: float | None = None) -> None:
     result.facts += [("disk", text)] if text else []
     try:
         require_compiler(config)
-    except UserError as error:  # an error where the run starts, which may be another machine
+    except UserError as error:  # an error where the run starts, but that may be another machine
         result.warnings.append(f"on this machine {error}")
 
 
 def estimate_hours(result: CheckResult, world_size: int, tflops: float | None = None) -> float:
-    """Hours of a run without errors, which are added to the result's facts. Activation checkpointing takes it seconds.
+    """Add the hours of a run that has no errors to the result's facts. Takes seconds with activation checkpointing.
 
     Args:
         tflops: as in `pc_recipe.plan.cost.RunCost.gpu_hours`.
@@ -194,7 +194,7 @@ def _try(result: CheckResult, function, *arguments):
 
 
 def _check_batch(result: CheckResult, config: Config, batches: RankBatches) -> int:
-    """Tokens per optimizer step, 0 if the batch does not divide."""
+    """Tokens per optimizer step, 0 if the batch is not a whole number of micro-batches."""
     training = config.training
     if _try(result, lambda: batches.micro_batches) is None:
         return 0
@@ -238,7 +238,7 @@ def _check_finished(result: CheckResult, config: Config) -> None:
 
 
 def _check_resume(result: CheckResult, config: Config) -> None:
-    """Whether the run in its folder can go on with these weights; its checkpoint is asked again, after seconds."""
+    """Whether the run in this config's folder can continue with these weights; the trainer checks its checkpoint again."""
     folder = Path(config.job.dump_folder)
     before, now = run_key.weights_key(read_config(folder) or config), run_key.weights_key(config)
     for key in run_key.differing_keys(before, now)[:1]:
@@ -249,7 +249,7 @@ def _check_resume(result: CheckResult, config: Config) -> None:
 
 
 def _check_start(result: CheckResult, config: Config) -> None:
-    """Whether what a new run starts from has the format that it says, and the data's tokenizer."""
+    """Whether the weights that a new run starts from have the format that the config says, and the data's tokenizer."""
     section, start = config.checkpoint, result.start
     if not start or not look.is_there(start):
         return
@@ -259,7 +259,7 @@ def _check_start(result: CheckResult, config: Config) -> None:
     try:
         weights: Path | CheckpointFolder = Path(start) if section.initial_load_in_hf else CheckpointFolder(start)
         if section.initial_load_in_hf and not look.is_file(Path(start, "config.json")):
-            raise UserError(f"{start}: no config.json in it, which a Hugging Face folder has")
+            raise UserError(f"{start}: no config.json in it, so it is no Hugging Face folder")
     except UserError as error:
         result.add_error(f"checkpoint.initial_load_path: {error}")
         return
@@ -290,7 +290,7 @@ def _known(manifests: dict[str, Manifest | None]) -> list[Manifest]:
 
 
 def _share(config: Config, folder: str) -> float:
-    """Of the training sequences."""
+    """A folder's share of the training sequences."""
     folders = config.data.folders
     return folders[folder] / sum(folders.values())
 

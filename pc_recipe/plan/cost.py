@@ -29,7 +29,7 @@ from pc_recipe.plan.needs import describe_pc
 
 @cache
 def step_flops(n: int, m: int, config: PCConfig, keeps: bool) -> int:
-    """Of PC's both passes over a matrix [n, m]. `keeps`: the second has what the first left for it."""
+    """FLOPs of both passes of PC over a matrix [n, m]. `keeps`: the second reuses what the first kept."""
     with torch.device("meta"):
         weight, method = torch.empty(1, n, m), method_of(config)
         vectors = [torch.empty(1, size) for size in (1, n, m)]  # gamma, u, v
@@ -40,7 +40,7 @@ def step_flops(n: int, m: int, config: PCConfig, keeps: bool) -> int:
 
 
 def _counted(function: Callable[[], object]) -> int:
-    """A forward pass of causal attention counts half. Torch has no formula for the CPU's kernel, forward or backward."""
+    """Torch has no formula for the CPU's attention. Its forward pass counts half, as it is causal; its backward pass, 0."""
     attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     causal = {attention: lambda *shapes, **_: sdpa_flop(*shapes[:3]) // 2}
     with FlopCounterMode(display=False, custom_mapping=causal) as counter:
@@ -92,7 +92,7 @@ class RunCost:
             free[owner] -= kept * keeps
             load[owner] += sum(step_flops(*matrix, keeps) for matrix in matrices_of(split))
         bounds = [cost_bound((n, m), self.tokens, config) for n, m, config in self.matrices]
-        # as TorchTitan counts, whose import takes seconds: 2 FLOPs for a weight forward, 4 backward, none for the embedding
+        # as TorchTitan, whose import takes seconds: per weight 2 FLOPs forward and 4 backward, none for the embedding
         embedding = self.config.model.vocab_size * self.shape.dim
         of_weights = 6 * (self.parameters - embedding)
         upper_triangle = 6 * self.shape.n_layers * self.shape.dim * seq_len  # of scores and their matmul with values
@@ -118,7 +118,7 @@ class RunCost:
         return self.config.training.steps * operations / (3600e12 * (tflops or assume_tflops(self.shape.dim)))
 
     def _recomputed_flops(self) -> int:
-        """Of all sequences of a step, on the whole model without memory for it."""
+        """FLOPs for all sequences of a step, counted on a fake model that takes no memory."""
         if self.config.activation_checkpoint.mode == "none":
             return 0
         # imported here, because it takes seconds

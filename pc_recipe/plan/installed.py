@@ -1,4 +1,4 @@
-"""What a run needs of this machine's programs and packages."""
+"""Programs and packages that a run needs on this machine."""
 
 import os
 import shutil
@@ -12,7 +12,7 @@ from pc_recipe.files import look
 
 
 def require_wandb(config: Config) -> None:
-    """Raise a `UserError` if the package is missing, without which TorchTitan would train and log nothing there."""
+    """Raise a `UserError` if the package is missing: TorchTitan would train without it and log nothing there."""
     if config.metrics.enable_wandb and find_spec("wandb") is None:
         raise UserError("metrics.enable_wandb = true needs the package: pip install wandb, or use false")
 
@@ -21,7 +21,7 @@ def require_compiler(config: Config) -> None:
     """Triton builds its driver with a C compiler; on a CPU, inductor builds its kernels with a C++ compiler.
 
     Raises:
-        UserError: the config compiles, and there is none.
+        UserError: the config compiles, and there is no compiler.
     """
     if not config.compile.enable:
         return

@@ -33,7 +33,7 @@ class Sizes:
     preconditioned: int
     """Weights that PC applies to."""
     block: int
-    """Of one transformer block."""
+    """One transformer block."""
     outside_blocks: int
     """Embedding, final norm and head."""
     pc_kept: int
@@ -43,7 +43,7 @@ class Sizes:
 def find_weights(config: Config) -> list[Weight]:
     """The weights that PC applies to, on the meta device; also if the config has it off."""
     tensors = {name: (torch.float32, size) for name, size in weight_shapes(config.model).items()}
-    # TorchTitan's own model is equal in this, and takes seconds to import
+    # TorchTitan's own model has the same weights, but takes seconds to import
     model = skeleton.build(tensors, {"head_dim": shape_of(config.model).head_dim})
     attach(model, config.pc.pc_config)
     return [weight for _, weight in named_weights(model)]
@@ -56,7 +56,7 @@ def matrices_of(split: WeightSplit) -> list[tuple[int, int, PCConfig]]:
 
 
 def count_sizes(config: Config) -> Sizes:
-    """Of the whole model, not only this process's part."""
+    """Count the whole model, not only this process's part."""
     shape = shape_of(config.model)
     counts = {name: math.prod(size) for name, size in weight_shapes(config.model).items()}
     weights = find_weights(config) if config.pc.enable else []
@@ -104,7 +104,7 @@ def estimate_memory(config: Config, dims: Degrees, sizes: Sizes) -> dict[str, fl
     whole, kept = _count_whole_block(shape), count_kept_per_block(shape, config.activation_checkpoint)
     recomputed = whole if kept < whole else 0  # of the current block
     states = count_state_elements(config, sizes)
-    # itself and its gradient; or in float32 the log-softmax, its gradient, and the logit's gradient
+    # compiled: the logit and its gradient; else, in float32: the log-softmax, its gradient and the logit's gradient
     per_logit = 2 * itemsize if config.compiles_loss else 3 * FLOAT32
     parts = {
         "weights": FLOAT32 * sizes.total / split,
@@ -121,7 +121,7 @@ def estimate_memory(config: Config, dims: Degrees, sizes: Sizes) -> dict[str, fl
 
 
 def count_state_elements(config: Config, sizes: Sizes) -> dict[str, int]:
-    """What is stored besides the weights that forward passes use: of the optimizer, and W."""
+    """Elements stored besides the weights that forward passes use: the optimizer's states, and W."""
     others = sizes.total - sizes.hidden_matrices
     return {
         "optimizer": KINDS[config.optimizer.name].states * sizes.hidden_matrices + KINDS["AdamW"].states * others,

@@ -21,7 +21,7 @@ class Gpu:
 
     gib: float
     where: str
-    """Whose memory that is."""
+    """Where `gib` comes from."""
 
     @property
     def usable_gib(self) -> float:
@@ -36,7 +36,7 @@ def choose(config: Config, world_size: int, gpu: Gpu | None = None, sizes: memor
         sizes: of the model, if known.
 
     Raises:
-        UserError: there is nothing to divide, or nothing fits.
+        UserError: as `RankBatches.micro_batch_sizes`, or nothing fits.
     """
     config = config.model_copy(deep=True)
     if config.training.local_batch_size == -1:
@@ -45,9 +45,9 @@ def choose(config: Config, world_size: int, gpu: Gpu | None = None, sizes: memor
         fitting = [size for size, estimate in estimates.items() if estimate <= gpu.usable_gib]
         if not fitting:
             raise UserError(
-                f"training.local_batch_size = -1: one sequence needs {estimates[1]:.1f} GiB by the estimate, and "
-                f"{gpu.usable_gib:.1f} of a GPU's {gpu.gib:.3g} GiB are used; more GPUs, activation_checkpoint.mode = "
-                '"full" or parallelism.fsdp_sync = "micro_batch" take less, 1 tries it anyway'
+                f"training.local_batch_size = -1: one sequence needs {estimates[1]:.1f} GiB by the estimate, but only "
+                f"{gpu.usable_gib:.1f} of a GPU's {gpu.gib:.3g} GiB are usable; more GPUs, activation_checkpoint.mode = "
+                '"full" or parallelism.fsdp_sync = "micro_batch" take less; 1 tries it anyway'
             )
         config.training.local_batch_size = fitting[-1]
     return config
@@ -68,7 +68,7 @@ def estimate_all(config: Config, batches: RankBatches, sizes: memory.Sizes) -> d
     """GiB per GPU for every micro-batch that divides, from the smallest to the largest.
 
     Raises:
-        UserError: there is nothing to divide (`RankBatches.micro_batch_sizes`).
+        UserError: as `RankBatches.micro_batch_sizes`.
     """
     config, estimates = config.model_copy(deep=True), {}
     for size in batches.micro_batch_sizes():

@@ -1,4 +1,4 @@
-"""What a run needs of GPUs, of time and of disk, in words, against what there is."""
+"""What a run needs of GPU memory and disk space, in words, against what there is."""
 
 import math
 import shutil
@@ -45,13 +45,13 @@ def describe_memory(config: Config, batches: RankBatches, sizes: memory.Sizes, g
     if verdict == "yes":
         return facts, ""
     return facts, (
-        f"training.local_batch_size = {chosen} needs {needed:.1f} GiB by the estimate, of a GPU's {gpu.gib:.3g} GiB "
-        f"({gpu.where}) {gpu.usable_gib:.1f} are usable; -1 takes the largest that fits"
+        f"training.local_batch_size = {chosen} needs {needed:.1f} GiB by the estimate, but only {gpu.usable_gib:.1f} of a "
+        f"GPU's {gpu.gib:.3g} GiB ({gpu.where}) are usable; -1 takes the largest that fits"
     )
 
 
 def _describe_micro_batches(config: Config, batches: RankBatches, sizes: memory.Sizes, gpu: Gpu) -> str:
-    """The micro-batch, the largest that fits, and the memory around that."""
+    """The micro-batch, the largest that fits, and the memory of sizes near that."""
     chosen = config.training.local_batch_size
     try:
         estimates = estimate_all(config, batches, sizes)
@@ -103,14 +103,14 @@ def data_on_disk(folder: str, tokens: float, bytes_per_token: int) -> OnDisk:
 
 
 def checkpoints_on_disk(config: Config, sizes: memory.Sizes) -> OnDisk:
-    """Of a whole run, at its end."""
+    """The checkpoints of a whole run at its end."""
     folder, size = Path(config.job.dump_folder), memory.estimate_checkpoint_bytes(config, sizes)
     kept = _count_kept_checkpoints(config.checkpoint, config.training.steps)
     return OnDisk(folder, size * kept, "checkpoints", f"{folder}, {kept} x {size / memory.GIB:.2f}")
 
 
 def _count_kept_checkpoints(section: Checkpoint, steps: int) -> int:
-    """Checkpoints of a whole run that are on the disk at its end, one more being written and one damaged, set aside."""
+    """Checkpoints of a whole run at its end, plus one that is being written and one damaged one that was set aside."""
     milestones = steps // section.keep_every if section.keep_every else 0
     if section.keep_latest_k:
         return milestones + section.keep_latest_k + 2

@@ -175,7 +175,7 @@ def test_an_open_quote_in_options_is_a_clear_error(command):
     status, _, error = command("slurm/submit.py", ROOT / "train_configs" / "debug.toml", "--sbatch=--comment='x")
     assert (status, error) == (2, "error: --sbatch=--comment='x: No closing quotation\n")
     status, _, error = command("slurm/submit.py", ROOT / "train_configs" / "debug.toml", "--sbatch=-p main --nodes=4")
-    assert status == 2 and "--nodes=4 would not be seen by the checks; give --nodes and --gpus-per-node" in error
+    assert status == 2 and "the checks would not see --nodes=4; give --nodes and --gpus-per-node" in error
 
 
 def test_a_percent_sign_in_a_folder_is_no_pattern_of_slurm(tmp_path, monkeypatch):
@@ -215,7 +215,7 @@ def test_a_limit_that_is_too_short_without_requeue_is_refused(monkeypatch, optio
     with pytest.raises(UserError) as raised:
         allocation.require_time(54.0, "x.toml")
     assert str(raised.value) == (
-        f"x.toml takes about 54.0 hours on 16 GPUs, its time limit is {limit} without requeue: leave out --no-requeue, or "
+        f"x.toml takes about 54.0 hours on 16 GPUs, but its time limit is {limit} without requeue: leave out --no-requeue, or "
         'give --sbatch="--time=65:00:00"'
     )
 
