@@ -25,7 +25,7 @@ TRAINER = "pc_recipe.runs.worker"
 ONE_MACHINE = Nodes()
 SECONDS_BETWEEN_PROGRESS_LINES = 20
 SECONDS_OF_ONE_WISH = 1.0
-"""Signals within this time count as one wish to stop. `timeout`, for example, signals a process and then its group."""
+"""Signals within this time count as one request to stop. `timeout`, for example, signals a process and then its group."""
 
 GLIBC_KEEPS_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_TOP_PAD_": str(2**26)}
 """Otherwise the C library returns every freed large tensor to the kernel, which clears the pages of the next one: some
@@ -39,7 +39,7 @@ STEPS_ALONE = (
 
 
 def requested_processes() -> int | None:
-    """NGPU, the processes per machine, if it is given; raises UserError for one that is no such number."""
+    """NGPU, the processes per machine, if it is given; raises UserError if it is no such number."""
     requested = os.environ.get("NGPU")
     if not requested:
         return None
@@ -53,9 +53,9 @@ def count_processes() -> int:
 
     Raises:
         UserError: NGPU is wrong, or torch cannot use the GPUs.
-        SystemExit: with status 1, because another node may not have this fault: SLURM gave more GPUs than there are.
+        SystemExit: with status 1, because another node may not have this fault: SLURM promised more GPUs than torch finds.
     """
-    import torch  # here, because scripts that import this module answer mistakes before this takes seconds
+    import torch  # here, so that scripts report mistakes before this import, which takes seconds
 
     from pc_recipe.train.cpu import count_promised_gpus
 
@@ -69,11 +69,10 @@ def count_processes() -> int:
 
 
 class _Stop:
-    """Handles the signals that shall end a training command.
+    """Handles the signals that should end a training command.
 
-    After the first the command is asked to save and stop: its ranks get SIGUSR2, which tells them to. A later signal, or
-    SIGQUIT, kills it. The command has a process group of its own, so that Ctrl-C in a terminal
-    reaches this process alone.
+    The first one asks the command to save and stop, by SIGUSR2 to its ranks. A later signal, or SIGQUIT, kills it.
+    The command has a process group of its own, so that Ctrl-C in a terminal reaches this process alone.
     """
 
     def __init__(self, under_torchrun: bool, under_slurm: bool) -> None:
@@ -94,13 +93,17 @@ class _Stop:
             self.number, self.number_at = number, time.monotonic()
             with contextlib.suppress(OSError):  # the terminal is gone
                 name = signal.Signals(number).name
-                print(f"{name}: saving and stopping after this step; again ends at once", file=sys.stderr, flush=True)
+                print(
+                    f"{name}: saving and stopping after this step; another signal ends it at once",
+                    file=sys.stderr,
+                    flush=True,
+                )
             self.ask()
         elif time.monotonic() - self.number_at > SECONDS_OF_ONE_WISH:
             self._end()
 
     def ask(self) -> None:
-        """Ask again until the command has ended: ranks ignore it while they start."""
+        """Ask the ranks; repeated until the command has ended, because starting ranks ignore it."""
         self.asked_at = self.asked_at or time.monotonic()
         for rank in self._ranks():
             with contextlib.suppress(OSError):  # it has just ended
@@ -134,7 +137,7 @@ def run_command(
 ) -> int:
     """Run a training command to its end and return its exit status.
 
-    The first Ctrl-C or SIGTERM, or the end of the terminal, makes it save and stop, as SIGUSR2 does; the next one, or
+    The first Ctrl-C or SIGTERM, or the end of the terminal, makes it save and stop, as SIGUSR2 does; the next signal, or
     SIGQUIT (Ctrl-\\), ends it at once.
 
     Args:
@@ -149,7 +152,7 @@ def run_command(
     """
     stop = _Stop("torch.distributed.run" in command_line, under_slurm)
     ends = signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGHUP
-    # those that are not ignored, as nohup or a script's `&` may have set
+    # not those that are ignored, as under nohup or a script's `&`
     numbers = [number for number in ends if signal.getsignal(number) != signal.SIG_IGN]
     # Handle them before the command starts, or a signal in between would end this process and leave the command alone.
     # Ignore SIGUSR2 while it starts: the command inherits that, so an early request cannot kill it.
@@ -172,7 +175,7 @@ def run_command(
             if stop.asked_at:
                 stop.ask()
             elif time.monotonic() - told_at >= SECONDS_BETWEEN_PROGRESS_LINES:
-                with contextlib.suppress(OSError, UserError):  # the command's own end alone ends this
+                with contextlib.suppress(OSError, UserError):  # only the command's end ends this loop
                     meanwhile()
                 told_at = time.monotonic()
     for number, handler in before.items():
@@ -187,16 +190,16 @@ def build_command(
 ) -> tuple[list[str], dict[str, str]]:
     """Command and environment that train a config with `processes` on this machine and on each of the other nodes.
 
-    Writes what the processes read, pending.toml, which becomes the folder's config.toml once nothing refuses the start.
-    Under torchrun every rank writes to <run folder>/logs, the first one of all also to the console. A single process
+    Writes pending.toml, which the processes read. It becomes the folder's config.toml once nothing refuses the start.
+    Under torchrun every rank writes to <run folder>/logs, rank 0 also to the console. A single process
     needs no torchrun, which takes seconds.
 
     Args:
         config: with its micro-batch (`pc_recipe.plan.micro_batch`).
-        under_torchrun: also a single process.
+        under_torchrun: use torchrun for a single process too.
 
     Raises:
-        UserError: this machine cannot compile or has no wandb.
+        UserError: the config needs a compiler or wandb, which this machine lacks.
     """
     require_compiler(config)
     folder = Path(config.job.dump_folder)
@@ -219,7 +222,7 @@ def _wandb_environment(config: Config) -> dict[str, str]:
     if not config.metrics.enable_wandb:
         return {}
     folder = Path(config.job.dump_folder)
-    with join_lock(folder) as file:  # nothing writes to it, so that its time is that of the run's first start
+    with join_lock(folder) as file:  # nothing writes to it, so its modification time is the run's first start
         first = f"{folder.resolve()} {os.fstat(file.fileno()).st_mtime_ns}"
     names = {"WANDB_PROJECT": "pc-layer", "WANDB_RUN_NAME": str(folder).removeprefix("outputs/")}
     return names | {"WANDB_RUN_ID": hashlib.sha256(first.encode()).hexdigest()[:32], "WANDB_RESUME": "allow"}
@@ -228,7 +231,8 @@ def _wandb_environment(config: Config) -> dict[str, str]:
 def find_failure(run_folder: Path) -> str | None:
     """Why the newest attempt (since the run's `lock` was touched) failed, from a rank's log; None if no rank says.
 
-    Lines that begin with "error: " are mistakes; "failed: " may succeed later. For a crash: the last line and the log.
+    Lines that begin with "error: " are mistakes; "failed: " may succeed on a later try. For a crash: the last
+    line and the log.
     """
     begin = (run_folder / "lock").stat().st_mtime if look.is_file(run_folder / "lock") else 0.0
     files = [file for file in look.files_below(run_folder / "logs") if file.name == "stderr.log"]
@@ -263,8 +267,8 @@ def build_environment(processes: int) -> dict[str, str]:
     """This process's environment, with the CPU's cores divided among the processes.
 
     GPU memory uses expandable segments, as in TorchTitan's launcher, so that changing shapes (PC's batches between
-    steps) do not fragment it. CPU memory is kept between steps. Compiled code is loaded from a folder of the user: that
-    of torch is in the common /tmp, where another one may make it first.
+    steps) do not fragment it. CPU memory is kept between steps. Compiled code is cached in a folder of the user:
+    torch's own is in the shared /tmp, where another user may create it first.
     """
     import torch
 
@@ -276,8 +280,8 @@ def build_environment(processes: int) -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
         "PYTORCH_ALLOC_CONF": "expandable_segments:True",
         "TORCHINDUCTOR_CACHE_DIR": os.path.expanduser("~/.cache/pc-layer"),
-        "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0",  # of the CPU's kernels; they would lie in /tmp all the same
+        "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0",  # of CPU kernels; they would be in /tmp all the same
     }
-    # torchrun takes PET_NNODES, say, for its option --nnodes; Kubeflow sets such names
+    # torchrun reads PET_NNODES, say, as its option --nnodes; Kubeflow sets such names
     given = {name: value for name, value in os.environ.items() if not name.startswith("PET_")}
     return {**defaults, **keeps_memory, **given, **own_code()}

@@ -1,5 +1,5 @@
-"""Train one config on this machine, or as one of several (`pc_recipe.runs.nodes`): `python -m pc_recipe.runs.local CONFIG
---section.key value ...`."""
+"""Train one config on this machine, alone or as one of several (`pc_recipe.runs.nodes`): `python -m pc_recipe.runs.local
+CONFIG --section.key value ...`."""
 
 import argparse
 import sys
@@ -45,7 +45,7 @@ def main() -> None:
     check_data(report)
     report.raise_errors()
     if nodes.rank == 0 and is_locked(folder):
-        lock(folder).close()  # refuses now, not after the import of torch; the run itself takes it below
+        lock(folder).close()  # refuses a locked folder before torch is imported; the run takes the lock below
     import torch
 
     processes = launch.count_processes()
@@ -67,7 +67,7 @@ def main() -> None:
     except SystemExit:  # after Ctrl-C or SIGTERM
         for file in locks:
             file.close()
-        if nodes.rank == 0:  # which writes the state, perhaps after the others have ended
+        if nodes.rank == 0:  # rank 0 writes the state, perhaps after the others have ended
             print(describe_outcome(folder))
         raise
     if status == 0 and nodes.rank == 0:

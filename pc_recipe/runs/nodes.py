@@ -1,7 +1,7 @@
 """The machines of one run: where its ranks meet, and by which interface one machine reaches another.
 
-torch's stores of TCP, where ranks meet, listen on every interface without a password, and what is in them decides what
-ranks and launcher unpickle. So ranks of one machine meet in files of a private folder, and talk on the loopback.
+torch's TCP stores, where ranks meet, listen on every interface without a password, and their content decides what ranks
+and launcher unpickle. So ranks of one machine meet through files in a private folder, and talk over loopback.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ import psutil  # type: ignore[import-untyped]
 from pc.errors import UserError
 
 _PLACE = "PC_MEETING_PLACE"
-"""The variable with the path of the private folder."""
+"""The environment variable with the path of the private folder."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Nodes:
 
     count: int = 1
     rank: int = 0
-    """The number of this machine, from 0 on."""
+    """The number of this machine, from 0."""
     master_addr: str = ""
     """The address of machine 0."""
     master_port: int = 29500
@@ -37,7 +37,7 @@ class Nodes:
         """What NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT say; without NNODES one machine.
 
         Raises:
-            UserError: they are incomplete or no numbers.
+            UserError: they are incomplete or not numbers.
         """
         given = {name: os.environ.get(name, "") for name in ("NNODES", "NODE_RANK", "MASTER_ADDR")}
         port = os.environ.get("MASTER_PORT", "29500")
@@ -47,7 +47,9 @@ class Nodes:
                 f"NNODES={count}, NODE_RANK={number} and MASTER_PORT={port} should be numbers, NODE_RANK below NNODES"
             )
         if int(count) > 1 and not (given["NODE_RANK"] and given["MASTER_ADDR"]):
-            raise UserError(f"NNODES={count} needs NODE_RANK, from 0 on, and MASTER_ADDR, the address of node 0")
+            raise UserError(
+                f"NNODES={count} needs NODE_RANK, which starts at 0, and MASTER_ADDR, the address of node 0"
+            )
         return Nodes(int(count), int(number), given["MASTER_ADDR"], int(port))
 
     def rendezvous(self) -> tuple[list[str], dict[str, str]]:
@@ -60,7 +62,7 @@ class Nodes:
         environment = {
             _PLACE: folder,
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # else torchrun opens a store for its ranks
-            "GLOO_SOCKET_IFNAME": "lo",  # also where a cluster's profile names another, for several machines
+            "GLOO_SOCKET_IFNAME": "lo",  # even if a cluster's profile names another, for several machines
             "NCCL_SOCKET_IFNAME": "lo",
         }
         return [*options, f"--rdzv-id={uuid.uuid4()}", "--local-addr=127.0.0.1"], environment
@@ -68,15 +70,15 @@ class Nodes:
 
 @functools.cache
 def _private_folder() -> tempfile.TemporaryDirectory:
-    """Of this process, which removes it when it ends. On this machine's own disk, because meeting needs locks."""
+    """A folder of this process, removed when it ends. It is on a local disk, because meeting needs file locks."""
     return tempfile.TemporaryDirectory(prefix="pc-")
 
 
 def meet_privately() -> None:
     """Let the ranks of one machine meet where `Nodes.rendezvous` says, by torch's own `env://`.
 
-    Every process of a rank calls it, also one that torch spawns to write checkpoints, which makes a process group of its
-    own. Elsewhere nothing changes.
+    Every process of a rank calls it, also the one that torch spawns to write checkpoints, which makes its own process
+    group. Elsewhere it changes nothing.
     """
     if folder := os.environ.get(_PLACE):
         import torch.distributed as dist  # takes seconds
@@ -84,7 +86,7 @@ def meet_privately() -> None:
         def create_store(host, port, rank, world_size, *_, **__) -> dist.Store:
             return dist.FileStore(f"{folder}/{port}", world_size)
 
-        # torch has no other place for it: `env://` is registered for good, and TorchTitan gives no method of its own.
+        # torch has no other hook: `env://` cannot be registered again, and TorchTitan passes no init method.
         vars(importlib.import_module("torch.distributed.rendezvous")).update(_create_c10d_store=create_store)
 
 

@@ -13,7 +13,7 @@ from pc_recipe.files.run_log import METRICS_FILE, VALIDATION, read_log
 
 
 def describe_outcome(run: Path) -> str:
-    """Of a run that has ended and did not fail."""
+    """The outcome of a run that has ended and did not fail."""
     state, checkpoint = read_state(run), find_newest_checkpoint(run)
     if state.state == "finished":
         return "\n".join([_describe_result(run, state.step), *_list_next_commands(run, checkpoint)])

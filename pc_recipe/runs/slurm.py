@@ -40,7 +40,7 @@ def submit_run(config: str, overrides: Sequence[str], allocation: Allocation, qu
     """Check one run, print what a dry run says, and queue it.
 
     Args:
-        queues: False only returns the command that would.
+        queues: False only returns the command that would queue it.
 
     Raises:
         UserError: mistakes, or a time limit that is too short.
@@ -54,7 +54,7 @@ def submit_run(config: str, overrides: Sequence[str], allocation: Allocation, qu
         return f"{resolved.job.dump_folder} has finished before; to train on, raise training.steps"
     check_on_ranks(report, allocation.gpu_gib)
     report.raise_errors(f"{config}: ")
-    if allocation.gpus_per_node:  # the estimate is of GPUs
+    if allocation.gpus_per_node:  # the estimate is for GPUs
         hours = estimate_hours(report, allocation.world_size)
         allocation.require_time(hours, config)
         report.facts.append(("time limit", allocation.describe_limit(hours)))
@@ -68,10 +68,10 @@ def submit_run(config: str, overrides: Sequence[str], allocation: Allocation, qu
 
 
 def submit_job(folder: Path, options: list[str], configs: Sequence[Config]) -> str:
-    """Submit train.sbatch for a run, or an array of runs, with sbatch; returns the job's id, "" with --test-only. What sbatch
-    says is handed on.
+    """Submit train.sbatch for a run, or an array of runs, with sbatch; returns the job's id, "" with --test-only. Passes
+    on what sbatch prints.
 
-    The job gets a copy of each configuration: people edit a file for the next run while one waits or trains.
+    The job gets a copy of each configuration, because people edit a file for the next run while one waits or trains.
     """
     logs = inside(folder, "slurm")
     logs.mkdir(parents=True, exist_ok=True)  # without the folder SLURM drops the output
@@ -93,7 +93,7 @@ def submit_job(folder: Path, options: list[str], configs: Sequence[Config]) -> s
 
 def job_command(folder: Path, options: list[str], arguments: Sequence[str]) -> list[str]:
     """What `submit_job` runs. Its logs lie in the run's or sweep's folder."""
-    logs = inside(folder, "slurm")  # a sweep's folder has links to equal runs, so only this is looked at
+    logs = inside(folder, "slurm")  # only this is checked for links: a sweep's folder has links to equal runs
     is_array = any(option.startswith("--array") for option in options)
     output = f"--output={str(logs).replace('%', '%%')}/%x-{'%A_%a' if is_array else '%j'}.log"
     return ["sbatch", "--parsable", output, *options, str(TRAIN_SCRIPT), *arguments]
@@ -152,7 +152,7 @@ def requeue_or_end(run: Run, returncode: int) -> int:
         print(f"{run.name}: finished", flush=True)
         return 0
     if returncode == MISTAKE and is_locked(run.folder):
-        print(f"{run.name}: another process trains it; its state is left as it is", flush=True)
+        print(f"{run.name}: another process is training it; its state is left as it is", flush=True)
         return MISTAKE
     failure = launch.find_failure(run.folder) or ""
     # torchrun ends with 1 whatever its ranks' status, so the log tells a mistake from a crash
@@ -163,11 +163,11 @@ def requeue_or_end(run: Run, returncode: int) -> int:
     if not is_mistake and attempts <= REQUEUES_WITHOUT_PROGRESS:
         return _requeue(f"{run.name}: {ended}, attempt {attempts} since the last checkpoint")
     if has_stopped:
-        remedy = "a longer time limit, or checkpoints more often, would let it get further"
+        remedy = "a longer time limit, or more frequent checkpoints, would let it get further"
         write_failure(run.folder, f"{attempts} attempts stopped without a new checkpoint; {remedy}")
     elif state.state != "failed":
         times = "" if is_mistake else f" {attempts} times"
-        reason = f"the trainer ended{times} with status {returncode}; its last words are in the job's log"
+        reason = f"the trainer ended{times} with status {returncode}; its last output is in the job's log"
         write_failure(run.folder, reason)
     why = "another try would fail too" if is_mistake else f"{attempts} attempts since the last checkpoint"
     print(f"{run.name}: {'diverged' if state.state == 'diverged' else 'failed'}, {why}", flush=True)

@@ -28,7 +28,7 @@ meet_privately()  # not in `main`, because a process that torch spawns imports t
 
 
 def end_with(error: BaseException, folder: str | None, step: int, rank: int) -> None:
-    """Write to status.json why the run ends, and end it with one line if that is the user's matter, not a bug.
+    """Write to status.json why the run ends; exit with a one-line message if the cause is a `UserError`, not a bug.
 
     Args:
         folder: of the run; None if its config cannot be read.
@@ -59,10 +59,10 @@ def main() -> None:
         trainer = Trainer(config)
 
         def record(step: int) -> None:
-            """Put into the run folder what this start trains with; warn of settings that a resumed run cannot take."""
+            """Record in the run folder what this start trains with; warn of settings that a resumed run cannot apply."""
             for setting in run_key.list_unapplied(config, read_first_config(folder)) if step else ():
                 logger.warning(
-                    f"{setting} has no effect: only a new run takes it, and this one continues from step {step}"
+                    f"{setting} has no effect: only a new run uses it, and this one continues from step {step}"
                 )
             keep_earlier_config(folder, config.model_dump(exclude_unset=True), step)
             write_config(config, folder / "config.toml")

@@ -53,7 +53,7 @@ def test_the_first_signal_saves_and_stops(tiny_shards, tmp_path, number, process
     assert find_newest_step(run) == state.step >= 3 and not is_locked(run)
     # each step but the last was validated: the stop does not wait for the validation that was due
     assert len(metrics(run, "validation_loss")) == len(metrics(run)) - 1 == state.step - 1
-    assert "saving and stopping after this step; again ends at once" in said and "Traceback" not in said
+    assert "saving and stopping after this step; another signal ends it at once" in said and "Traceback" not in said
     newest = run / "checkpoint" / f"step-{state.step}"
     assert said.rstrip().endswith(f"Stopped at step {state.step}; the same command continues from {newest}.")
 

@@ -2,7 +2,7 @@
 
 Two runs are equal if everything that affects the result agrees (`pc_recipe.config.run_key`). Folders, checkpoints, logging
 and diagnostics do not, nor does the number of GPUs where the global batch does not depend on it. A run of another
-folder is reused only if the same code trained all of it: a result from before a mended bug must not come back. A reused
+folder is reused only if the same code trained all of it: a result from before a bug was fixed must not come back. A reused
 run is a link to the folder of the trained one.
 """
 
@@ -26,11 +26,11 @@ OUTPUTS = Path("outputs")
 """Default folder of runs, of sweeps and of single configs."""
 
 ORDER = ("finished", "running", "diverged", "stopped", "interrupted", "failed", "waiting")
-"""States of runs, the one nearest to its end first. A run that diverged is tried again."""
+"""States of runs, those nearest to the end first. A run that diverged is tried again."""
 
 
 def read_result_key(folder: Path) -> dict[str, Any] | None:
-    """The result key of a folder's run; None if there is no run, a damaged record, or one of changed settings."""
+    """The result key of a folder's run; None if there is no run, or its record is damaged or has changed settings."""
     texts, read = [look.read(file) for file in run_folder.list_configs(folder)], run_folder.read_parts(folder)
     if None in texts:
         return None
@@ -73,12 +73,12 @@ class EqualRuns(NamedTuple):
     folder: Path
     """That run's folder."""
     of_other_code: list[Path]
-    """Folders of equal runs that other code or another torch finished. No other run is a link to them."""
+    """Folders of equal runs that other code or another torch finished. No other run becomes a link to them."""
 
     @property
     def to_train(self) -> list[Run]:
-        """Unfinished runs that had been started, which no link can replace, each once; if there is none, and no run can be
-        reused, the first that was not started."""
+        """Each unfinished run that was started, because no link can replace it; if there is none, and no run can be
+        reused, the first run that was not started."""
         started = [run for run in self.runs if look.is_there(run.folder)]
         unfinished = [run for run in started if run_folder.read_state(run.folder).state != "finished"]
         if unfinished or self.state == "finished":
@@ -92,8 +92,8 @@ def group_runs(sweeps: Sequence[Sweep], world_size: int | None = None) -> list[E
     """Equal runs of the sweeps; the groups are in the order of their first runs.
 
     Args:
-        world_size: processes that would train a run, which decide its batch if the config does not; without it such a
-            run has no equal one in another folder.
+        world_size: number of processes that would train a run. It decides the batch if the config does not; without it,
+            such a run has no equal in another folder.
     """
     groups_by_key: list[tuple[dict[str, Any], list[Run]]] = []
     for run in (run for sweep in sweeps for run in sweep.runs):
@@ -122,17 +122,17 @@ def group_runs(sweeps: Sequence[Sweep], world_size: int | None = None) -> list[E
 
 
 def _is_of_this_code(folder: Path) -> bool:
-    """Whether all parts of a run are."""
+    """Whether this code trained all parts of a run."""
     return all(part.get("code") == code_version() for part in run_folder.read_parts(folder))
 
 
 def _are_equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two runs' results are; a batch that one of them does not know may be another."""
+    """Whether two result keys are equal; a batch that one of them lacks may differ."""
     return not differing_keys(one, other) and BATCH in one and one[BATCH] == other.get(BATCH)
 
 
 def _knows_start(key: dict[str, Any]) -> bool:
-    """Whether it is known which weights a run starts from, if from some; their path may lead to others later."""
+    """Whether the weights that a run starts from, if any, are known by content; their path may lead to others later."""
     return START not in key or f"content of {START}" in key
 
 

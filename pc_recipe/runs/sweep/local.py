@@ -23,12 +23,11 @@ def train_all(sweeps: Sequence[Sweep]) -> None:
     """Train all unfinished runs; an interrupted run continues from its checkpoint.
 
     A failed run is reported and the next one starts; repeating the command retries it. Several such commands can work
-    on the same sweeps: each skips runs that another one is training. Of equal runs one is trained, and the others reuse
-    it.
+    on the same sweeps: each skips runs that another one is training. Of equal runs one is trained; the others reuse it.
     """
     processes = launch.count_processes()
     order = [(sweep, run) for sweep in sweeps for run in sweep.runs]
-    order.sort(key=lambda one: one[1].seed or 0)  # so that an end before the last run leaves pairs of arms
+    order.sort(key=lambda one: one[1].seed or 0)  # by seed, so that an early end leaves pairs of arms
     for number, (sweep, run) in enumerate(order, start=1):
         label = f"[{number}/{len(order)}] {run.name}"
         if read_state(run.folder).state == "finished":
@@ -44,8 +43,8 @@ def train_all(sweeps: Sequence[Sweep]) -> None:
         here = shlex.quote(str(run.folder))
         for other in equal.of_other_code[:1]:
             print(
-                f"{label}: {other} is an equal run, but of other code or another torch, so this one is trained; stop it to "
-                f"use that one: rm -r {here} && ln -s {shlex.quote(str(other.resolve()))} {here}",
+                f"{label}: {other} is an equal run, but of other code or another torch, so this one is trained; to use "
+                f"that one, stop this one and run: rm -r {here} && ln -s {shlex.quote(str(other.resolve()))} {here}",
                 flush=True,
             )
         fetch_demo_data(run.resolved)
@@ -54,7 +53,7 @@ def train_all(sweeps: Sequence[Sweep]) -> None:
         except UserError:
             print(f"{label}: another process is training it", flush=True)
             continue
-        if read_state(run.folder).state == "finished":  # since it was read above
+        if read_state(run.folder).state == "finished":  # finished since the check above
             lock_file.close()
             print(f"{label}: another process finished it", flush=True)
             continue
@@ -87,7 +86,7 @@ def train_one(run: Run, lock_file: TextIO, processes: int, label: str) -> None:
             print(f"{label}: from step {step}, log in {log}", flush=True)
             config, begin = micro_batch.choose(run.resolved, processes), output.tell()
             command = launch.build_command(config, processes)
-            write_state(run.folder, "running", step, run.resolved.training.steps)  # an earlier end is no longer true
+            write_state(run.folder, "running", step, run.resolved.training.steps)  # replaces that of an earlier end
             progress = functools.partial(_print_progress, run, label)
             status = launch.run_command(*command, [lock_file], output, progress)
     except SystemExit:  # after Ctrl-C or SIGTERM

@@ -23,7 +23,7 @@ def read_results(folder: Path) -> list[dict]:
     The loss is null or absent if the run diverged or was not validated.
 
     Raises:
-        UserError: no such file, one of other content, or one that is older than a run of its folder.
+        UserError: the file is missing, has other content, or is older than a run in its folder.
     """
     file = folder / "results.jsonl"
     if not look.is_file(file):
@@ -45,14 +45,16 @@ def read_json_lines(file: Path) -> list[dict]:
 
 
 def _require_up_to_date(file: Path, known: dict[Path, str]) -> None:
-    """Array tasks of SLURM do not write the sweep's results when they end. `known`: {folder: state}; where a sweep has grown,
-    runs of new names are links to earlier ones."""
+    """Refuse old results: SLURM's array tasks do not write them when they end.
+
+    `known`: {resolved folder: state}. In a sweep that has grown, runs of new names are links to earlier ones.
+    """
     for run in list_runs(file.parent):
         state = read_state(run).state
         if state in ("finished", "diverged") and known.get(run.resolve()) != state:
             raise UserError(
-                f"{file} is older than {run.relative_to(file.parent)}, which has {state}; scripts/sweep.py select renews it, if "
-                "the sweep still has that run; else move its folder away"
+                f"{file} is older than {run.relative_to(file.parent)}, which has {state}; scripts/sweep.py select updates "
+                "it if the sweep still has that run; else move the run's folder away"
             )
 
 
@@ -89,7 +91,7 @@ def panels(results: Sequence[dict], baselines: Sequence[RunLog] = ()) -> dict[st
     by_config = dict(zip(titles, groups.values(), strict=True))
     if baselines and len(baselines) != len(by_config):
         raise UserError(
-            f"{len(baselines)} runs given beside the sweep, {len(by_config)} needed: one for each of {', '.join(by_config)}"
+            f"{len(baselines)} runs given with the sweep, {len(by_config)} needed: one for each of {', '.join(by_config)}"
         )
     return {
         title: partial(_draw_panel, group=group, baseline=baselines[i] if baselines else None)

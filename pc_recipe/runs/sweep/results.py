@@ -51,7 +51,7 @@ def read_result(run: Run) -> dict | None:
         "steps": state.steps,
         "tokens": max((line["tokens"] for line in log.lines), default=None),
         "loss": _last(losses),
-        # another step's, if a crash of the machine has lost the log's end, is not the final one
+        # if a crash lost the log's end, the last one is of an earlier step, not final
         VALIDATION: _last(validated[validated.index == state.step]) if state.state == "finished" else None,
         "spikes": spikes.count,
         "folder": str(run.folder),

@@ -29,7 +29,7 @@ def select(sweep: Sweep) -> str:
 
 
 def _settings(sweep: Sweep, results: list[dict]) -> pd.DataFrame:
-    """A row for each setting, which is all its seeds, in the sweep's order: config, settings, loss (mean, NaN if no run
+    """A row for each setting, over all its seeds, in the sweep's order: config, settings, loss (mean, NaN if no run
     has one), runs (with a loss), waiting (the others), spikes (of the worst seed) and stable."""
     runs = pd.DataFrame(
         [(run.setting_name, run.config, run.settings) for run in sweep.runs],
@@ -56,7 +56,7 @@ def _choose(sweep: Sweep, config: str, rows: pd.DataFrame) -> str:
         return f"{name}: nothing selected, because no setting is both finished for every seed and stable"
     best = eligible.loc[eligible.loss.idxmin()]
     destination = sweep.folder / f"selected-{name}.toml"
-    # None: the config has no such key
+    # None: the config does not set it
     chosen = {key: value for key, value in best.settings.items() if value is not None}
     lines = [f"{key} = {as_toml(value)}" for key, value in chosen.items()]
     comment = f"# Chosen by scripts/sweep.py select from {sweep.path.name}: {VALIDATION} {best.loss:.4f}"
@@ -74,7 +74,7 @@ def _choose(sweep: Sweep, config: str, rows: pd.DataFrame) -> str:
 
 
 def _relative(file: Path, folder: Path) -> str:
-    """`file` as seen from `folder`, without links among the folders: behind one, `..` is not the folder above."""
+    """`file` relative to `folder`, with links among the folders resolved: behind one, `..` is not the folder above."""
     return os.path.relpath(file.parent.resolve() / file.name, folder.resolve())
 
 

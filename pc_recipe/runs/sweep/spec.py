@@ -43,7 +43,7 @@ class SweepConfig(Section):
     )
     arms: dict[str, dict[str, Any]] = sections.key(
         {},
-        "What variants of these names begin with, from train_configs/sweeps/arms.toml; if given, each variant is one.",
+        "Settings that variants of these names start from (train_configs/sweeps/arms.toml); if given, each variant is one.",
     )
     seeds: list[int] = sections.key(
         [], "Seeds of initial weights and data order, a run each; empty: the config's own seed."
@@ -79,7 +79,7 @@ def _sweep(path: Path, config: SweepConfig) -> Sweep:
     varied = list(dict.fromkeys(key for *_, settings in _combinations(config) for key in settings))
     for key in ("job.dump_folder", *(("debug.seed", "data.seed") if config.seeds else ())):
         if key in varied:
-            raise UserError(f"{key} is set by the sweep itself, for folder and seeds; remove one of them")
+            raise UserError(f"{key} is set by the sweep itself, from folder or seeds; remove it from the settings")
     if unfit := [name for name in config.variants if not re.fullmatch(r"\w[\w.+=-]*", name)]:
         raise UserError(f"variants.{unfit[0]!r} names a folder: use letters, digits and . + = - _")
     if config.arms and (unknown := [name for name in config.variants if name not in config.arms]):
@@ -141,7 +141,7 @@ def _name(value: Any) -> str:
 
 
 def _key(key: str) -> str:
-    """As the schema spells it; a command line takes both."""
+    """A key as the schema spells it; a command line takes - and _."""
     return key.replace("-", "_")
 
 

@@ -12,7 +12,7 @@ from pc_recipe.runs.sweep.spec import Sweep
 def submit(sweeps: Sequence[Sweep], at_a_time: int, allocation: Allocation) -> str:
     """Check the sweeps' runs and queue unfinished ones, one array per sweep, `at_a_time` at once (0: all).
 
-    Of equal runs one is queued.
+    Of equal runs, only one is queued.
     """
     groups = equal_runs.group_runs(sweeps, allocation.world_size)
     warned: dict[str, str] = {}

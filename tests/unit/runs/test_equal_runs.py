@@ -390,7 +390,7 @@ def test_the_command_that_takes_a_run_of_other_code_works(folder, trained, capsy
     finish("pc.toml", ["--pc.level=3"], folder / "outputs" / "by hand")
     (folder / "outputs" / "by hand" / "environment.json").write_text("{}")
     train_all([load("level.toml")])
-    command = capsys.readouterr().out.split("stop it to use that one: ")[1].splitlines()[0]
+    command = capsys.readouterr().out.split("to use that one, stop this one and run: ")[1].splitlines()[0]
     subprocess.run(command, shell=True, check=True)
     assert Path("outputs/sweeps/level/level-3").resolve() == folder / "outputs" / "by hand"
 

@@ -275,7 +275,7 @@ def test_a_second_signal_ends_the_command_at_once(signalled, capfd):
     begin = time.monotonic()
     assert signalled("signal.SIG_IGN", send) == (128 + signal.SIGINT, "ready\n")
     assert time.monotonic() - begin < 30  # the command would sleep for 60
-    assert capfd.readouterr().err == "SIGINT: saving and stopping after this step; again ends at once\n"
+    assert capfd.readouterr().err == "SIGINT: saving and stopping after this step; another signal ends it at once\n"
 
 
 def test_ctrl_c_before_the_training_has_no_traceback(capsys):

@@ -9,7 +9,7 @@ from pc_recipe.runs.nodes import Nodes, find_gloo_interface
 @pytest.mark.parametrize(
     "given, complaint",
     [
-        ({"NNODES": "2"}, "NNODES=2 needs NODE_RANK, from 0 on, and MASTER_ADDR"),
+        ({"NNODES": "2"}, "NNODES=2 needs NODE_RANK, which starts at 0, and MASTER_ADDR"),
         ({"NNODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "a"}, "NODE_RANK below NNODES"),
         ({"NNODES": "two"}, "should be numbers"),
     ],
