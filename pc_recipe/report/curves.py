@@ -16,7 +16,7 @@ from pc_recipe.files.run_log import VALIDATION, RunLog
 from pc_recipe.report import settings
 
 FINISHED = "finished", "waiting"
-"""States of a run that has all its steps, as far as is known: "waiting" has no status.json."""
+"""States of a run that has all its steps, as far as is known: a "waiting" run has no status.json."""
 _REMEDY = "turn validation on with [validation] enable = true and a freq below the number of steps"
 
 
@@ -37,9 +37,9 @@ def tokens_to_reach(curve: pd.Series, loss: float) -> float:
 def speedup(reference: pd.Series, curve: pd.Series) -> float:
     """How many times fewer tokens a run needs than the reference, by their validation losses by tokens.
 
-    Above 1: the run reached the reference's final loss with so many times fewer tokens than the reference, which may have had
-    it before its end. Below 1: it did so with more; or it never did, and the reference reached the run's final loss with this
-    fraction of the run's tokens. NaN: neither happened; the run may only have ended early.
+    Above 1: the run reached the reference's final loss with so many times fewer tokens than the reference, which may have
+    reached it before its end. Below 1: it did so with more; or it never did, and the reference reached
+    the run's final loss with this fraction of the run's tokens. NaN: neither happened; the run may only have ended early.
     """
     final = reference.iloc[-1]
     reached = tokens_to_reach(curve, final)
@@ -89,7 +89,7 @@ def reached(row: Any) -> str:
 
 
 def marked(runs: Sequence[RunLog]) -> list[RunLog]:
-    """The runs, with the names of those that were trained on other data than the first.
+    """The runs; the names of those trained on other data than the first say so.
 
     Raises:
         UserError: a run was validated on other text, or with another tokenizer.
@@ -108,7 +108,7 @@ def marked(runs: Sequence[RunLog]) -> list[RunLog]:
 
 
 def _differ(key: str, first: list[dict], other: list[dict]) -> bool:
-    """Whether parts of both runs know the checksum, and one run has one that the other has not."""
+    """Whether both runs have recorded the checksum, and one has a checksum that the other lacks."""
     one, two = ({part[key] for part in parts if key in part} for parts in (first, other))
     return bool(one and two) and one != two
 
@@ -124,7 +124,7 @@ def draw_validation(axes: Any, runs: Sequence[RunLog], rows: pd.DataFrame) -> No
 
 
 def draw_training(axes: Any, runs: Sequence[RunLog], by_time: bool = False) -> None:
-    """The mean of every 50th of the training losses, against tokens or hours."""
+    """The moving average of the training losses over a 50th of them, against tokens or hours."""
     losses = [_by_hours(run, "loss") if by_time else run.series("loss", "tokens", "training logs it") for run in runs]
     means = [curve.rolling(math.ceil(len(curve) / 50), min_periods=1).mean() for curve in losses]
     _draw(axes, runs, [mean.iloc[:: math.ceil(len(mean) / 500)] for mean in means])

@@ -50,6 +50,6 @@ def _draw_error(axes: Any, runs: Sequence[RunLog], block: str) -> None:
             axes.plot(series.index, values, style, marker=".", color=f"C{i}", label=label)
     axes.set_yscale("log")
     axes.set_xlabel("step")
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")  # no mathematics, which a page does not draw
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")  # no mathtext, which a page cannot draw
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set_ylabel("relative error")

@@ -35,7 +35,7 @@ def draw_spectra(sources: Sequence[Path], output: Path, layers: Sequence[int] | 
 
 
 def write_report(sources: Sequence[Path], output: Path) -> None:
-    """The page of `pc.report` about the checkpoints; of a run with PC about W and PC(W)."""
+    """The page of `pc.report` about the checkpoints; for a run with PC, about both W and PC(W)."""
     models, with_pc = {}, []
     for name, checkpoint in spectra.checkpoints_of(sources).items():
         for which, tensors in spectra.both_weights(checkpoint).items():

@@ -31,11 +31,11 @@ from pc_recipe.runs.sweep import points
 
 PROMPT = "The river"
 BLOCK = "up"
-"""Singular values are drawn of this block in the middle layer: chosen before any was seen."""
+"""Singular values are drawn for this block of the middle layer. It was chosen before any were seen."""
 _CONDITION = "spectra/gmcn/pc"
 _ONE_SEED = (
-    "One run each: another seed moves a final loss too, and nothing here says by how much. Neither learning rate was tuned "
-    "for its run, unless you did. A short run of a small model says nothing about a large one."
+    "One run each: another seed moves a final loss too, and nothing here says by how much. No learning rate was tuned "
+    "for its run, unless you did so. A short run of a small model says nothing about a large one."
 )
 
 
@@ -46,7 +46,7 @@ class _Shown:
     name: str
     headline: str
     blocks: str
-    """of which it has logged condition numbers"""
+    """whose condition numbers it has logged"""
     log: RunLog
     state: str
     sigma: Tensor | None
@@ -69,14 +69,14 @@ class _Shown:
 
 
 def write(paths: Sequence[Path], output: Path, sweeps: Sequence[Path] = ()) -> str:
-    """Write the page of runs, the reference first, and beside it a picture as PNG; returns it in a few lines for a terminal.
+    """Write the page of runs, the reference first, and beside it a picture as PNG; returns a summary for a terminal.
 
     Args:
         sweeps: folders with results.jsonl. Their final losses are drawn, with the runs, if any, as dashed lines.
 
     Raises:
-        UserError: a folder without a run, without validations, or validated on other text than the first; of a sweep as
-            `points.panels`.
+        UserError: a folder without a run, without validations, or validated on other text than the first; for sweeps,
+            as `points.panels`.
     """
     logs = curves.marked(read_logs(paths)) if paths else []
     points_of_sweeps = _sweeps(sweeps, logs)
@@ -219,7 +219,7 @@ def _more(logs: Sequence[RunLog]) -> list[str]:
 
 
 def _sweeps(folders: Sequence[Path], baselines: Sequence[RunLog]) -> list[str]:
-    """The final losses of each setting of sweeps, by as much of their folders' paths as is needed."""
+    """The final losses of each sweep's settings. A sweep's name is as much of its folder's path as is needed."""
     names = unique_names([folder.resolve() for folder in folders])
     parts = []
     for name, folder in zip(names, folders, strict=True):
@@ -239,18 +239,18 @@ def _conditioning(runs: Sequence[_Shown]) -> list[str]:
     if spectra:
         title, caption = (
             f"Singular values of {BLOCK}, middle layer",
-            "At the last checkpoint, of the weight that is used.",
+            "Of the weight that the model uses, at the last checkpoint.",
         )
         figures += _figure(title, lambda axes: draw.histogram_of(axes, spectra), caption)
     return ["<h2>Conditioning</h2>", f"<div class=panels>{figures}</div>" if figures else "<p>Nothing was logged.</p>"]
 
 
 def _of_blocks(runs: Sequence[_Shown]) -> tuple[str, str]:
-    """Of which matrices the runs have logged condition numbers; and, where they differ, a sentence about it."""
+    """The matrices whose condition numbers the runs have logged; and, where these differ, a sentence about it."""
     if len({run.blocks for run in runs}) == 1:
         return runs[0].blocks, ""
     each = "; ".join(f"{run.blocks} in {run.name}" for run in runs)
-    return "other matrices in each run", f" Not to be compared: {each}."
+    return "different matrices in each run", f" They cannot be compared: {each}."
 
 
 def _figure(title: str, lines: Any, caption: str = "") -> str:
@@ -273,7 +273,7 @@ def _cost(runs: Sequence[_Shown]) -> list[str]:
         rows.append([run.name, step, _duration(run.seconds), f"{memory:.2f}", ", ".join(map(str, where))])
     return [
         "<h2>What it cost</h2>", html.table(header, rows),
-        "<p class=faint>PC's share shrinks with the tokens of a step: it is computed once per step, however many there are.</p>",
+        "<p class=faint>PC's share falls with more tokens per step: PC is computed once per step, however many there are.</p>",
     ]  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from pc_recipe.files.run_log import RunLog
 
 
 def blocks(config: Config | None) -> str:
-    """The single blocks whose condition numbers a run logs together: those of its `pc.blocks`, also of a baseline."""
+    """The single blocks whose condition numbers a run logs together: those of its `pc.blocks`, also for a baseline."""
     if config is None:
         return "its own pc.blocks"
     named = {block for entry in config.pc.blocks for block in BLOCK_GROUPS.get(entry, (entry,))}
@@ -37,7 +37,7 @@ def why_apart(first: Config | None, other: Config | None) -> str:
 
 def differences(runs: Sequence[RunLog]) -> list[str]:
     """Such as "optimizer.lr: 0.001 in baseline, 0.002 in pc" for each setting that decides a result; settings that changed
-    within a run; other code."""
+    within a run; and other code."""
     folders = {run.name: run.file.parent for run in runs}
     known = {name: config for name, folder in folders.items() if (config := read_config(folder)) is not None}
     ranks = {run.name: read_environment(run.file.parent).get("world_size") for run in runs}
@@ -47,7 +47,7 @@ def differences(runs: Sequence[RunLog]) -> list[str]:
     # a baseline has none of the others
     differing |= {key: with_pc for key in _differing(with_pc) if key.startswith("pc.")}
     values = {name: run_key.all_values(config) for name, config in known.items()}
-    for name, shown in values.items():  # -1 is as many as there are ranks
+    for name, shown in values.items():  # -1 depends on the number of ranks
         shown[run_key.BATCH] = keys[name].get(run_key.BATCH, shown[run_key.BATCH])
     lines = [
         f"{key}: {', '.join(f'{values[name].get(key)} in {name}' for name in names)}"
@@ -74,6 +74,6 @@ def _changed(run: Path, config: Config) -> list[str]:
 
 
 def _differing(keys: dict[str, dict[str, Any]]) -> list[str]:
-    """The keys in which any differs from the first."""
+    """The keys in which any run differs from the first."""
     first, *others = keys.values() or [{}]
     return [*dict.fromkeys(key for other in others for key in run_key.differing_keys(first, other))]

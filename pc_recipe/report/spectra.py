@@ -27,8 +27,8 @@ Spectra = dict[tuple[int, str], Tensor]
 def checkpoints_of(sources: Sequence[Path]) -> dict[str, Path]:
     """{unique name: checkpoint} of run folders (their last checkpoints) or checkpoint folders.
 
-    One that is given twice is there once. A name is as much of the run's path as is needed, and the step where a run is
-    given with several.
+    A checkpoint given twice appears once. A name is as much of the run's path as is needed, with the step if several
+    checkpoints of a run are given.
     """
     checkpoints = list(dict.fromkeys(map(_checkpoint_of, sources)))
     runs = list(map(run_folder_of, checkpoints))
@@ -72,7 +72,7 @@ def plot(spectra: dict[str, Spectra], output: Path) -> Path:
     """Singular values over the largest one of their matrix: a row per layer, a column per block.
 
     Args:
-        spectra: {name: of the same layers}, drawn in the same axes.
+        spectra: {name: spectra of the same layers}, drawn in the same axes.
     """
     layers = sorted({layer for values in spectra.values() for layer, _ in values})
     figure, panels = subplots(len(layers), len(BLOCKS), width=2.5, height=1.9, sharex=True, squeeze=False)

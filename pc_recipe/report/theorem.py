@@ -62,7 +62,7 @@ def make_problem(widths: Sequence[int] = (8, 12, 12, 6), samples: int = 6, seed:
     generator = torch.Generator().manual_seed(seed)
     weights = [_with_singular_values(rows, columns, (0.5, 1.5), generator) for columns, rows in zip(widths, widths[1:])]
     inputs = _with_singular_values(widths[0], samples, (0.7, 1.3), generator)
-    # Labels near the initial prediction, as training from here stays near the start and so inside R.
+    # Labels near the initial prediction, so that training stays near the start and inside R.
     prediction = torch.linalg.multi_dot([*reversed(weights), inputs])
     noise = torch.randn(prediction.shape, generator=generator, dtype=torch.float64)
     spectra = [torch.linalg.svdvals(weight) for weight in weights]
@@ -87,7 +87,7 @@ def descend(problem: Problem, beta: float, steps: int) -> tuple[list[float], lis
 
 
 def report(problem: Problem, losses: Sequence[float], inside: Sequence[bool]) -> str:
-    """A text on how loose the bound is."""
+    """A text that says how loose the bound is."""
     steps, ratio = len(losses) - 1, problem.mu / problem.beta
     measured, promised = math.log(losses[0] / losses[-1]) / steps, -math.log1p(-ratio)
     return (

@@ -75,7 +75,7 @@ def test_points_of_sweeps(tmp_path):
     baselines = [write_run(tmp_path / name, validations([3.3])) for name in ("one", "two", "three")]
     page = page_of(baselines, folders[:1])
     assert ">two, 3.3000<" in page and "<h2>Losses</h2>" in page
-    with pytest.raises(UserError, match="1 runs given beside .* 3 needed: one for each of adamw/a, adamw/b, muon/b"):
+    with pytest.raises(UserError, match="1 runs given with .* 3 needed: one for each of adamw/a, adamw/b, muon/b"):
         page_of(baselines[:1], folders)
     with pytest.raises(UserError, match="results.jsonl"):
         points.read_results(tmp_path / "one")

@@ -113,7 +113,7 @@ def test_losses_over_other_sequences_are_not_compared(tmp_path, differing):
 
 def test_condition_numbers_are_said_to_be_of_the_matrices_that_they_are_of(tmp_path):
     """Each run logs those of its own pc.blocks, also a baseline."""
-    for blocks, title in ((["ffn", "o"], "of o, gate, up, down"), (["o"], "of other matrices in each run")):
+    for blocks, title in ((["ffn", "o"], "of o, gate, up, down"), (["o"], "of different matrices in each run")):
         paths = runs(tmp_path, pc={"enable": True, "blocks": blocks})
         for path in paths:
             write_metrics(path, gain=1.0, estimates=False)
