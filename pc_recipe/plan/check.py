@@ -167,7 +167,7 @@ def check_on_ranks(result: CheckResult, gpu_gib: float | None = None) -> None:
 
 
 def estimate_hours(result: CheckResult, world_size: int, tflops: float | None = None) -> float:
-    """Add the hours of a run that has no errors to the result's facts. Takes seconds with activation checkpointing.
+    """The hours of a run that has no errors, also added to the result's facts. Takes seconds with activation checkpointing.
 
     Args:
         tflops: as in `pc_recipe.plan.cost.RunCost.gpu_hours`.
