@@ -36,7 +36,7 @@ def write_atomically(path: str | Path, content: str | bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """What was renamed in a folder stays so if the machine now loses power, or its disk fails.
+    """Make renames in a folder last even if the machine then loses power.
 
     Raises:
         OSError: the file system refuses.

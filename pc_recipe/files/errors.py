@@ -1,17 +1,17 @@
-"""Errors of the file system that may pass: the same command may succeed later, so its status is not a mistake's."""
+"""File-system errors that may pass: the command may succeed later, so its exit status is not that of a mistake."""
 
 from pc.errors import UserError
 
 
 class DiskFailed(UserError):
-    """It refused."""
+    """The file system refused."""
 
     kind, status = "failed", 1
 
 
 class WriteFailed(DiskFailed):
-    """It refused to write, perhaps because the disk is full."""
+    """Writing failed, perhaps because the disk is full."""
 
 
 class ReadFailed(DiskFailed):
-    """It refused to read, again and again."""
+    """Reading failed, also after retries where they may help."""

@@ -1,4 +1,4 @@
-"""Files with one JSON object per line: a line is written whole or not at all, and a damaged one is left out."""
+"""Files with one JSON object per line: a line is written whole or not at all, and damaged lines are skipped."""
 
 import json
 import logging
@@ -19,14 +19,14 @@ def append(path: str | Path, record: dict[str, Any]) -> None:
     """Append a line. Lines of several processes are never interleaved.
 
     Raises:
-        WriteFailed: the file system refuses; what it has taken of the line is removed.
+        WriteFailed: the file system refuses; the part of the line that it took is removed.
     """
     data = (json.dumps(record) + "\n").encode()
     try:
         with open(path, "ab", buffering=0, opener=no_link) as file:
             end, written = file.seek(0, os.SEEK_END), 0
             try:
-                while written < len(data):  # a disk that becomes full takes a part
+                while written < len(data):  # a nearly full disk takes a part
                     written += file.write(data[written:])
             except OSError:
                 file.truncate(end)
@@ -36,7 +36,7 @@ def append(path: str | Path, record: dict[str, Any]) -> None:
 
 
 def read(path: str | Path) -> list[dict[str, Any]]:
-    """All lines. A last one without its end is not counted as damaged: it is being written, or a crash cut it short."""
+    """All lines. A last line without a newline is left out silently: it is being written, or a crash cut it short."""
     with open(path, "rb") as file:
         records = [_parse(text) for text in file if text.endswith(b"\n")]
     if damaged := records.count(None):
@@ -48,7 +48,7 @@ def read_back(path: str | Path) -> Iterator[dict[str, Any]]:
     """The lines from the last to the first; reads no more of the file than it is asked for."""
     with open(path, "rb") as file:
         begin = file.seek(0, os.SEEK_END)
-        first, is_whole = b"", False  # a line that begins in an earlier chunk; the last line has no end
+        first, is_whole = b"", False  # a line that begins in an earlier chunk; after the last newline, none is whole
         while begin > 0:
             end, begin = begin, max(0, begin - CHUNK)
             file.seek(begin)

@@ -19,7 +19,7 @@ _LOCKS = ("lock", "lock.ranks")
 
 
 def is_locked(folder: Path) -> bool:
-    """Whether a process that called `lock` or `join_lock` is alive; also if only the folder's owner can know."""
+    """Whether a process that called `lock` or `join_lock` is alive; True if only the folder's owner can tell."""
     return any(_is_held(folder / name) for name in _LOCKS)
 
 
@@ -29,7 +29,7 @@ def _is_held(file: Path) -> bool:
     try:
         with _open_lock(file, os.O_RDWR) as opened:
             fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:  # also of a file system without locks, or that is mounted for reading alone
+    except OSError as error:  # also on a file system without locks, or mounted read-only
         if error.errno in (errno.EIO, errno.ESTALE):
             raise ReadFailed(f"{file}: could not be read ({error.strerror})") from error
         return isinstance(error, BlockingIOError | PermissionError)
@@ -37,19 +37,19 @@ def _is_held(file: Path) -> bool:
 
 
 def _open_lock(file: Path, flags: int = os.O_RDWR | os.O_CREAT) -> TextIO:
-    """Only its owner can open it: a reader who locks a file that he may read would keep its owner from training."""
+    """Only its owner can open it: anyone who can read a file can lock it, and so keep its owner from training."""
     return os.fdopen(os.open(file, flags | os.O_APPEND | os.O_NOFOLLOW, 0o600), "a")
 
 
 def _create_lock(file: Path) -> TextIO:
     file.parent.mkdir(parents=True, exist_ok=True)
-    require_plain(file.parent)  # before the first of all that is written there
+    require_plain(file.parent)  # before anything is written there
     try:
         opened = _open_lock(file)
     except PermissionError:
         raise UserError(f"{file} belongs to another user, who alone may train in this folder") from None
     with contextlib.suppress(OSError):  # a file system without modes
-        os.fchmod(opened.fileno(), 0o600)  # older versions made it for all to read
+        os.fchmod(opened.fileno(), 0o600)  # older versions made it readable for all
     return opened
 
 
@@ -60,10 +60,10 @@ def lock(folder: Path, seconds: float = 1) -> TextIO:
     launcher is killed and ranks still train. The file's modification time is the start of the newest attempt.
 
     Args:
-        seconds: to wait for another process; a moment by default, because `is_locked` may hold it.
+        seconds: to wait for another process, such as one in `is_locked`, which holds the lock for a moment.
 
     Raises:
-        UserError: another process trains there, or something in the folder is a link.
+        UserError: another process trains there, or `require_plain` refuses the folder.
     """
     launcher, ranks = (folder / name for name in _LOCKS)
     file = _create_lock(launcher)  # stays open during the run

@@ -1,9 +1,9 @@
-"""Asks what is at a path. "Nothing" and "could not look" are two answers.
+"""Asks what is at a path, and tells "nothing" from "could not look".
 
-`Path.exists`, `is_file`, `is_dir` and `glob` answer "nothing" to some errors of the file system, from Python 3.14 on to
-all: a run that believes them starts anew over its checkpoints. So no other module asks in that way.
+`Path.exists`, `is_file`, `is_dir` and `glob` report "nothing" on some file-system errors, from Python 3.14 on for
+all of them: a run that believes them starts again over its checkpoints. So no other module asks in that way.
 
-All functions raise `ReadFailed` if the file system refuses, again after `PAUSES`.
+The functions raise `ReadFailed` if the file system still refuses after `PAUSES`.
 """
 
 import errno
@@ -28,7 +28,7 @@ def patiently(call: Callable[[], T], path: str | os.PathLike) -> T:
 
     Raises:
         FileNotFoundError, NotADirectoryError, IsADirectoryError: there is no such thing.
-        ReadFailed: every call was refused, which says nothing of what is there: its disk may be gone.
+        ReadFailed: every call was refused. This says nothing about what is there: the disk may be gone.
     """
     for pause in (*PAUSES, None):
         try:
@@ -45,7 +45,7 @@ def patiently(call: Callable[[], T], path: str | os.PathLike) -> T:
 
 
 def is_there(path: str | os.PathLike) -> bool:
-    """Whether a path is one of anything; a link is what it leads to."""
+    """Whether there is anything at a path; links are followed."""
     return _status(path) is not None
 
 
@@ -54,7 +54,7 @@ def is_file(path: str | os.PathLike) -> bool:
 
 
 def size_of(path: str | os.PathLike) -> int | None:
-    """A file's bytes; None of anything else."""
+    """A file's size in bytes; None for anything else."""
     status = _status(path)
     return status.st_size if status and stat.S_ISREG(status.st_mode) else None
 
@@ -70,7 +70,7 @@ def is_link(path: str | os.PathLike) -> bool:
 
 
 def _status(path: str | os.PathLike, follow: bool = True) -> os.stat_result | None:
-    """None where there is nothing, and of a name with NUL, which nothing has."""
+    """None where there is nothing, and for a name with NUL, which no file can have."""
     if "\0" in os.fspath(path):
         return None
     try:
@@ -80,7 +80,7 @@ def _status(path: str | os.PathLike, follow: bool = True) -> os.stat_result | No
 
 
 def _entries(folder: str | os.PathLike) -> list[os.DirEntry[str]]:
-    """All that is in a folder; none if there is no folder."""
+    """The entries of a folder; none if there is no folder."""
     try:
         return patiently(lambda: list(os.scandir(os.fspath(folder))), folder)
     except FileNotFoundError:
@@ -90,12 +90,12 @@ def _entries(folder: str | os.PathLike) -> list[os.DirEntry[str]]:
 
 
 def names(folder: str | os.PathLike) -> list[str]:
-    """Of all that is in a folder, sorted; none if there is no folder."""
+    """The sorted names of a folder's entries; none if there is no folder."""
     return sorted(entry.name for entry in _entries(folder))
 
 
 def everything_in(folder: str | os.PathLike) -> Iterator[os.DirEntry[str]]:
-    """All that is in a folder and the folders in it; nothing if there is no folder."""
+    """All entries of a folder and its subfolders; none if there is no folder."""
     for entry in _entries(folder):
         yield entry
         if entry.is_dir(follow_symlinks=False):
@@ -103,12 +103,12 @@ def everything_in(folder: str | os.PathLike) -> Iterator[os.DirEntry[str]]:
 
 
 def refuse(error: OSError) -> None:
-    """For `os.walk`, which would pass over a folder that it cannot list."""
+    """`onerror` of `os.walk`, which would skip a folder that it cannot list."""
     raise ReadFailed(f"{error.filename}: could not be read ({error.strerror})") from error
 
 
 def files_below(folder: str | os.PathLike) -> list[Path]:
-    """All files in a folder and the folders in it, sorted; none if there is no folder."""
+    """All files in a folder and its subfolders, sorted; none if there is no folder."""
     return sorted(Path(entry) for entry in everything_in(folder) if is_file(entry))
 
 
@@ -116,7 +116,7 @@ def read(file: str | os.PathLike) -> bytes | None:
     """A file's bytes; None if there is nothing.
 
     Raises:
-        UserError: there is a folder, or a pipe, whose end would never come.
+        UserError: it is a folder, or a pipe, whose end would never come.
     """
     if not is_file(file):
         if is_there(file):

@@ -1,4 +1,4 @@
-"""Markdown tables, and text of others in Markdown."""
+"""Markdown tables, and text of others escaped for Markdown."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -15,5 +15,5 @@ def row(cells: Sequence[object]) -> str:
 
 
 def literal(text: object) -> str:
-    """Text that shows as it is: in one line, and without links, headings and HTML."""
+    """Text escaped to show as it is, in one line: no links, headings or HTML."""
     return re.sub(r"([\\`\[\]<>&#])", r"\\\1", " ".join(str(text).split()))

@@ -1,4 +1,4 @@
-"""Which code the processes run that a command starts."""
+"""Makes the processes that a command starts run this code."""
 
 import os
 from pathlib import Path
@@ -7,10 +7,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def own_code() -> dict[str, str]:
-    """Environment in which Python, and what that starts, runs this code and no file of the folder where it starts.
+    """Environment in which Python and its child processes import this code, and nothing from the current folder.
 
-    `python -m` and `python -c` look there first, also where `multiprocessing` starts its servers: a `pip.py` or a
-    `socket.py` that lies in a folder of data would be run.
+    `python -m` and `python -c` look there first, also when `multiprocessing` starts its servers: a `pip.py` or a
+    `socket.py` in a data folder would be run.
     """
-    others = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))  # an empty one is that folder too
+    others = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))  # an empty entry means that folder too
     return {"PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(dict.fromkeys([str(ROOT), *others]))}

@@ -12,7 +12,7 @@ matplotlib.use("Agg")  # works without a display
 
 import matplotlib.pyplot as plt
 
-matplotlib.rcdefaults()  # nothing of a matplotlibrc, which may lie in the current folder: it can ask for LaTeX
+matplotlib.rcdefaults()  # ignore a matplotlibrc, which may lie in the current folder and ask for LaTeX
 
 STYLE: dict[Any, Any] = {
     "figure.dpi": 150,
@@ -32,15 +32,15 @@ def subplots(rows: int = 1, columns: int = 1, *, width: float = 4.2, height: flo
 
 
 def legend_below(figure, axes) -> None:
-    """One legend for all panels, of what is drawn in `axes`, below them, where it hides no line."""
+    """One legend, of what is drawn in `axes`, below all panels, where it hides no line."""
     handles, labels = axes.get_legend_handles_labels()
-    inches = 0.7 + 0.07 * max(map(len, labels), default=0)  # of one entry
+    inches = 0.7 + 0.07 * max(map(len, labels), default=0)  # width of an entry
     columns = max(1, int(figure.get_figwidth() // inches))
     figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize=8, frameon=False)
 
 
 def save(figure, path: str | Path, metadata: dict[str, str] | None = None) -> Path:
-    """Write `figure` to `path` plus ".png", with texts that the file keeps, and close it; returns the file."""
+    """Write `figure` to `path` plus ".png", with `metadata` in the file, and close it; returns the file."""
     written, image = Path(f"{path}.png"), io.BytesIO()
     with plt.rc_context(STYLE):
         figure.savefig(image, metadata=metadata)

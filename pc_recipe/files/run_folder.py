@@ -42,7 +42,7 @@ class RunState:
 
 
 class _Environment(TypedDict, total=False):
-    """What is read of environment.json again; it says more."""
+    """The keys that are read from environment.json, which has more."""
 
     __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
     data: dict[str, str] | None
@@ -55,7 +55,7 @@ _STATE, _ENVIRONMENT = TypeAdapter(RunState), TypeAdapter(_Environment)
 
 
 def read_state(folder: Path) -> RunState:
-    """The state in status.json; "interrupted" if it says "running" but no process holds the lock, or is damaged."""
+    """The state in status.json; "interrupted" if it is "running", or damaged, and no process holds the lock."""
     file, locked = folder / _STATUS, is_locked(folder)
     content = look.read(file)
     if content is None:
@@ -75,7 +75,7 @@ def write_state(folder: str | Path, state: State, step: int, steps: int, reason:
 def write_failure(folder: str | Path, reason: str, step: int = 0, state: State = "failed") -> None:
     """Mark the run as `state`, "failed" or "diverged", unless it finished or diverged before.
 
-    A later attempt in its folder, or another rank, may fail in another way. step: if it is after that in status.json.
+    A later attempt in its folder, or another rank, may fail in another way. step: used if it is after that in status.json.
     """
     known = read_state(Path(folder))
     if known.state not in ("finished", "diverged"):
@@ -88,7 +88,7 @@ def list_runs(folder: Path) -> list[Path]:
 
 
 def list_configs(run: Path) -> list[Path]:
-    """config.toml, and the different ones, config.1.toml and so on, with which earlier parts of a run were trained."""
+    """config.toml, then config.1.toml and so on: the different configs of earlier parts of the run."""
     return [run / "config.toml", *(run / name for name in look.names(run) if _EARLIER.fullmatch(name))]
 
 
@@ -101,7 +101,7 @@ def read_first_config(run: Path) -> dict[str, Any]:
 
 
 def read_environment(run: Path) -> dict[str, Any]:
-    """What environment.json says of a run's machine, code and data; empty if there is none, or a damaged one."""
+    """What environment.json says of a run's machine, code and data; empty if it is missing or damaged."""
     try:
         return dict(_ENVIRONMENT.validate_json(look.read(run / "environment.json") or b"{}"))
     except ValidationError:
@@ -109,13 +109,13 @@ def read_environment(run: Path) -> dict[str, Any]:
 
 
 def read_parts(run: Path) -> list[dict[str, Any]]:
-    """`read_environment`, then what it keeps of earlier parts of the run, of other code or machines; the newest first."""
+    """`read_environment`, then those of earlier parts of the run, with other code, data or machines; newest first."""
     newest = read_environment(run)
     return [newest, *newest.pop("earlier", [])]
 
 
 def keep_earlier_config(run: Path, resolved: dict, step: int) -> None:
-    """Before config.toml is replaced by `resolved`: keep it if it differs and the run continues from its `step` > 0."""
+    """Before `resolved` replaces config.toml: keep the old one if it differs and the run continues from `step` > 0."""
     current, *earlier = list_configs(run)
     if step == 0:
         for file in earlier:
@@ -125,7 +125,7 @@ def keep_earlier_config(run: Path, resolved: dict, step: int) -> None:
 
 
 def _read_other_config(file: Path, resolved: dict) -> bytes | None:
-    """None if there is none that says anything else than `resolved`."""
+    """The file's content; None if it is missing or equal to `resolved`."""
     content = look.read(file) or b""
     try:
         return content if content and tomllib.loads(content.decode()) != resolved else None
@@ -136,7 +136,7 @@ def _read_other_config(file: Path, resolved: dict) -> bytes | None:
 def require_no_other_run(run: Path, resolved: dict) -> None:
     """Raise a `UserError` if a run without checkpoints, which begins at step 1, would mix its records with another's.
 
-    A run that is repeated as it was may begin anew.
+    A run with the same config may be repeated.
     """
     other = find_last_step(run) and _read_other_config(run / "config.toml", resolved)
     if list_checkpoints(run / "checkpoint") or other:
@@ -163,16 +163,16 @@ def is_complete(checkpoint: str | Path) -> bool:
 
 
 def was_complete(checkpoint: str | Path) -> bool:
-    """Whether it is complete, or has lost its index since, as by a copy without hidden files.
+    """Whether it is complete, or has lost its index since, for example in a copy without hidden files.
 
-    Torch writes the index under another name, which a kill before the index gets its own leaves there.
+    Torch writes the index under a temporary name, which stays if the process is killed before the rename.
     """
     is_unfinished = look.is_file(Path(checkpoint, f"{INDEX}.tmp"))
     return is_complete(checkpoint) or (look.is_file(Path(checkpoint, CHECKSUMS)) and not is_unfinished)
 
 
 def note_saved(run: Path) -> None:
-    """Leave a file in a run's folder that says that a checkpoint was completed. `checkpoint` may be on a disk that gets lost."""
+    """Note in a run's folder that a checkpoint was completed: `checkpoint` may be on a disk that gets lost."""
     if not has_saved(run):
         write_atomically(
             run / _HAS_SAVED, "A checkpoint of this run was completed, so it does not begin anew by itself.\n"
@@ -184,18 +184,18 @@ def has_saved(run: Path) -> bool:
 
 
 def list_damaged(folder: str | Path) -> list[Path]:
-    """What was renamed in RUN/checkpoint because it could not be used, sorted by step."""
+    """Checkpoints in RUN/checkpoint that were renamed because they could not be used, sorted by step."""
     matches = filter(None, map(_DAMAGED.fullmatch, look.names(folder)))
     return [Path(folder, match[0]) for match in sorted(matches, key=lambda match: int(match[1]))]
 
 
 def purge(checkpoint: Path) -> None:
-    """Give it another name before it is deleted, so that a kill in between leaves none that looks whole."""
+    """Rename a checkpoint before it is deleted, so that a kill in between leaves none that looks complete."""
     checkpoint.rename(f"{checkpoint}.purged")
 
 
 def list_purged(folder: str | Path) -> list[Path]:
-    """What is to be deleted, also that which a killed process left."""
+    """Checkpoints to delete, including those that a killed process left."""
     return [Path(folder, name) for name in look.names(folder) if _PURGED.fullmatch(name)]
 
 

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 METRICS_FILE = "metrics.jsonl"
 VALIDATION = "validation_loss"
-"""What runs are compared by, as it is logged."""
+"""The logged metric by which runs are compared."""
 RESUMED_FROM = "resumed_from"
-"""In a line of its own, without a step: training continued after this one."""
+"""Alone in a line, without other keys: training continued after this step."""
 
 
 @dataclass(frozen=True)
@@ -50,14 +50,14 @@ class RunLog:
         return pd.Series([line[key] for line in lines], [line[over] for line in lines], dtype=float)
 
     def seconds(self, remedy: str = "") -> "pd.Series":
-        """Seconds of training steps up to each logged one, without validation, checkpoints and pauses; as `series`."""
+        """Seconds of training up to each logged step, without validation, checkpoints and pauses; like `series`."""
         taken = self.series("step_seconds", remedy=remedy)
         return (taken * (taken.index - [0, *taken.index[:-1]])).cumsum()
 
 
 def read_log(run: str | Path, newest: int | None = None) -> RunLog:
-    """Read the metrics of a run's folder: all lines or the `newest`, none if nothing was logged yet, without damaged ones
-    and without those of steps that a resume has given up."""
+    """Read the metrics of a run's folder: all lines or the `newest`; none if nothing was logged yet. Damaged lines are left
+    out, and those of steps that a resume discarded."""
     file = Path(run, METRICS_FILE)
     newest_first: Iterable[dict] = ()
     if look.is_file(file):
@@ -66,7 +66,7 @@ def read_log(run: str | Path, newest: int | None = None) -> RunLog:
 
 
 def _kept(newest_first: Iterable[dict]) -> Iterator[dict]:
-    """The lines of steps that no later resume has given up; the newest first."""
+    """The lines of steps that no later resume discarded, newest first."""
     last = math.inf
     for line in newest_first:
         if isinstance(resumed := line.get(RESUMED_FROM), int):
@@ -76,7 +76,7 @@ def _kept(newest_first: Iterable[dict]) -> Iterator[dict]:
 
 
 def _is_usual(value: object) -> bool:
-    """A number or null, as the trainer logs them; the file may be of someone else."""
+    """A number or null, as the trainer logs them; someone else may have written the file."""
     return value is None or isinstance(value, float) or (type(value) is int and abs(value) < 2**63)
 
 
@@ -86,13 +86,13 @@ def find_last_step(run: Path) -> int:
 
 
 def note_start(run: Path, step: int) -> None:
-    """Write into a log that is there that training continues after `step`: lines of later steps count no more."""
+    """Note in an existing log that training continues after `step`: lines of later steps no longer count."""
     if look.is_file(run / METRICS_FILE):
         json_lines.append(run / METRICS_FILE, {RESUMED_FROM: step})
 
 
 def read_logs(runs: Sequence[str | Path]) -> list[RunLog]:
-    """Several runs with unique names: as much of each folder's path as is needed. One given twice is read once.
+    """The logs of runs, each named by as much of its folder's path as is needed. A run given twice is read once.
 
     Raises:
         UserError: one has no log.

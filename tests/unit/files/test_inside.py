@@ -66,7 +66,7 @@ def test_a_run_does_not_begin_where_it_would_write_through_a_link(run, name, beg
 def test_a_run_does_not_begin_where_it_would_write_to_a_pipe(run, name, begin):
     (run / "tb").mkdir()
     os.mkfifo(run / name)
-    with pytest.raises(UserError, match=f"{run / name} is a pipe or a device, no file; move it away"):
+    with pytest.raises(UserError, match=f"{run / name} is a pipe or a device, not a file; move it away"):
         begin(run)
 
 
@@ -237,7 +237,7 @@ def test_the_card_of_a_folder_is_not_followed(monkeypatch, tmp_path):
     (folder / "a.txt").write_text("text")
     (folder / "README.md").write_text("---\nconfigs:\n- config_name: subset\n  data_files: http://a.example/x\n---\n")
     monkeypatch.setattr(datasets, "load_dataset_builder", None)
-    with pytest.raises(UserError, match="owner/name is here, and --subset is of a data set on the Hub"):
+    with pytest.raises(UserError, match="owner/name is a local path, but --subset selects part of a Hub dataset"):
         find_files(["owner/name"], Counter(), "subset")
 
 
