@@ -33,7 +33,7 @@ def describe(manifest: Manifest) -> str:
             f"{split:12} {len(manifest.shards[split])} shards, {manifest.documents(split):,} documents, "
             f"{manifest.tokens(split):,} tokens ({manifest.dtype})"
         )
-    # of folders of format 1 it is not known
+    # unknown for folders of format 1
     left_out = [f"{number:,} {reason}" for reason, number in source.get("left_out", {}).items()]
     lines.append(f"left out     {'; '.join(left_out) or 'nothing'}")
     if replaced := source.get("replaced"):
@@ -59,8 +59,8 @@ def read_documents(manifest: Manifest, split: str) -> Iterator[np.ndarray]:
 def list_repeated(training: Sequence[Manifest], validation: Sequence[Manifest]) -> list[str]:
     """A line for each folder whose validation documents are training documents of another folder.
 
-    Of one folder they never are: a text's hash says its split (`tokenizing.split_by_hash`). The first `LOOKED_AT` of each
-    split are compared.
+    Within one folder they never are: a text's hash decides its split (`tokenizing.split_by_hash`). The first `LOOKED_AT`
+    of each split are compared.
     """
 
     def first(manifest: Manifest, split: str) -> set[int]:

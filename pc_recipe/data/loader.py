@@ -59,7 +59,7 @@ class FolderSequences:
 
 
 class Sequences:
-    """Sequences of one folder, or of several by `Mixture`, by position.
+    """Sequences by position, of one folder or of a `Mixture` of several.
 
     Attributes:
         limit: number of positions, at most `limit_sequences`; None in training, which is endless.
@@ -75,7 +75,7 @@ class Sequences:
         seed: int,
         limit_sequences: int | None,
     ):
-        # in the order of their content, so that folders may be moved and a table may be written anew
+        # sorted by content, so that folders may be moved, and listed in another order
         parts = sorted(zip(manifests, weights, strict=True), key=lambda part: part[0].identity)
         self.seq_len = seq_len
         self.folders = [FolderSequences(manifest, split, seq_len, seed) for manifest, _ in parts]
@@ -107,10 +107,10 @@ class Sequences:
 
 
 class GlobalOrderLoader(Stateful):
-    """Iterates over batches of a folder of token shards; its state is `position` and the settings under which it means
-    the same sequence.
+    """Iterates over batches of a folder of token shards; its state is `position` and the settings that decide which
+    sequence a position is.
 
-    Every `iter()` of the training split continues from `position`, epoch after epoch; of the validation split it starts
+    On the training split, every `iter()` continues from `position`, epoch after epoch; on the validation split it starts
     again, with the same order in every run (ignored labels fill the last micro-batch, so that all ranks have the same
     number).
 
@@ -122,7 +122,7 @@ class GlobalOrderLoader(Stateful):
         vocab_size: the model's.
         seed: of the training order.
         pin_memory: copies to an accelerator can then run while the host goes on.
-        limit_sequences: sequences of a validation pass over all ranks, at most; the checks of a start say if there are fewer.
+        limit_sequences: sequences of a validation pass over all ranks, at most; the dry run warns if there are fewer.
         skip: training positions to skip (`Skip`), counted without skipping, so it may change on resume.
     """
 
@@ -206,13 +206,13 @@ class GlobalOrderLoader(Stateful):
             yield batch
 
     def look_ahead(self, count: int) -> UserError | None:
-        """Read the next `count` micro-batches before they are asked for; returns the error that the first of them will
-        raise, if one will."""
+        """Read the next `count` micro-batches before they are asked for; returns the first error that they will raise, or
+        None."""
         self._ahead.extend(islice(self._source, max(0, count - len(self._ahead))))
         return next((batch for batch in self._ahead if isinstance(batch, UserError)), None)
 
     def _read(self, positions: list[int]) -> Batch | UserError:
-        """A micro-batch, or the error to raise where it is used: reading ahead raises none."""
+        """A micro-batch, or the error to raise when it is used: reading ahead raises nothing."""
         try:
             inputs, labels = self.sequences.batch(positions)
         except UserError as error:

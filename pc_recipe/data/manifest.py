@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter
-from typing_extensions import NotRequired, TypedDict  # pydantic does not read those of Python 3.11
+from typing_extensions import NotRequired, TypedDict  # pydantic rejects those of Python 3.11
 
 from pc.errors import UserError
 from pc_recipe.data.tokenizers import Tokenizer, load_tokenizer
@@ -21,7 +21,7 @@ from pc_recipe.files.atomic import write_atomically
 from pc_recipe.files.errors import WriteFailed
 
 FORMAT = 2
-"""Folders of format 1 have the files of their tokenizer as they were given."""
+"""Folders of format 1 keep their tokenizer's files as the user gave them."""
 SPLITS = ("train", "validation")
 TOKENIZER_FOLDER = "tokenizer"
 Size = Annotated[int, Field(ge=0, le=2**50)]  # sums of them are offsets in files
@@ -35,7 +35,7 @@ class SourceFile(TypedDict):
 
 
 class Source(TypedDict):
-    """What shards were made of. Keys that format 1 has not are not required."""
+    """What shards were made of. Keys that format 1 lacks are optional."""
 
     input: str
     subset: str | None
@@ -68,7 +68,7 @@ class TokenizerRecord:
     name: str
     kind: str
     sha256: str
-    """Of `Tokenizer`; in format 1 of what it was given as."""
+    """`Tokenizer.sha256`; in format 1, of the files as given."""
     vocab_size: Size
     bos_id: Size | None
     eos_id: Size
@@ -94,7 +94,7 @@ class Manifest:
     shards: dict[str, list[TokenShard]]
     """{split: its shards in order}."""
     configuration_sha256: str = ""
-    """In format 1 the checksum of all settings that made the shards, by which runs of before know them."""
+    """In format 1 the checksum of all settings that made the shards, by which older runs know them."""
 
     @property
     def content_sha256(self) -> str:
@@ -104,7 +104,7 @@ class Manifest:
 
     @property
     def identity(self) -> str:
-        """By which runs know these data."""
+        """The checksum by which runs know these data."""
         return self.configuration_sha256 or self.content_sha256
 
     def tokens(self, split: str) -> int:
@@ -123,7 +123,7 @@ class Manifest:
         return tokenizer
 
     def tokenizer_sha256(self) -> str:
-        """Of `Tokenizer`, also in format 1; of one that cannot be converted, of what it was given as."""
+        """`Tokenizer.sha256`, also in format 1; if it cannot be converted, the checksum of the files as given."""
         try:
             return self.tokenizer.sha256 if self.format == FORMAT else self.load_tokenizer().sha256
         except UserError:
@@ -151,7 +151,7 @@ class Manifest:
         write_atomically(self.folder / "manifest.json", json.dumps(content, indent=1) + "\n")
 
     def pin(self) -> None:
-        """Write the checksum of the shards' checksums to a manifest of format 1, which has none, if that is possible."""
+        """Write the checksum of the shards' checksums to a manifest of format 1, which lacks it, if it can be written."""
         if self.configuration_sha256:
             with suppress(WriteFailed):
                 self.write()
@@ -169,9 +169,9 @@ class Manifest:
                 raise ValueError(f"format {content['format']}; this version reads formats 1 and {FORMAT}")
             content |= {"folder": folder, "shards": {split: content["splits"][split]["shards"] for split in SPLITS}}
             manifest = TypeAdapter(Manifest).validate_python(content)
-            # in format 1 from the first start on (`pin`)
+            # format 1 has it from the first start on (`pin`)
             if content.get("content_sha256", manifest.content_sha256) != manifest.content_sha256:
-                raise ValueError("its shards are others than when it was written")
+                raise ValueError("its shards are not those that it was written with")
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             reason = " ".join(str(error).split())[:200]
             raise UserError(f"{path} is damaged ({reason}); repeat the tokenising command to rewrite it") from error
@@ -194,7 +194,7 @@ def require_different(manifests: Sequence[Manifest]) -> None:
     for manifest in manifests:
         if (other := known.setdefault(manifest.content_sha256, manifest)) is not manifest:
             raise UserError(
-                f"data.path: {manifest.folder} and {other.folder} are the same data; name one, with both weights"
+                f"data.path: {manifest.folder} and {other.folder} are the same data; name one, with the sum of both weights"
             )
 
 

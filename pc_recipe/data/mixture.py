@@ -1,4 +1,4 @@
-"""Several data folders in one order: position → folder and position in it, without a state.
+"""Several data folders in one order: a stateless map, position → folder and position in it.
 
 Every `CYCLE` positions hold each folder's share exactly, in a seeded shuffle; a folder's own sequences come in its own
 order. So the order does not depend on ranks, and one number, the position, resumes all folders.

@@ -24,7 +24,7 @@ def shuffled(position: int, n: int, seed: int, epoch: int) -> int:
             left, right = right, left ^ (_mix(right ^ key) & mask)
         position = (left << half) | right
         # A result of n or more is permuted again. This follows a cycle of the permutation to its next number below n; no
-        # other position below n ends there. The cycle comes back to its start at the latest, after 4 turns on average.
+        # other position below n ends there. It stops at the cycle's start at the latest, on average after at most 4 turns.
         if position < n:
             return position
 

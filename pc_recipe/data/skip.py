@@ -8,7 +8,7 @@ class Skip:
     """`data.skip`: "7" is one position, "7-9" three; the schema has checked the form. Ranges may be of any size."""
 
     def __init__(self, ranges: Sequence[str]) -> None:
-        self._first: list[int] = []  # of each range, sorted and apart
+        self._first: list[int] = []  # of each range, sorted, without overlap
         self._before: list[int] = [0]  # positions left out before each range, and in all
         self._kept: list[int] = []  # positions not left out before each range
         end = 0

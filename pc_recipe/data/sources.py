@@ -20,7 +20,7 @@ from pc_recipe.files import look
 from pc_recipe.files.inside import inside
 
 PARQUET = ".parquet"
-TEXT_IN_COMPRESSED = 3  # bytes of text in a byte of a compressed file, roughly
+TEXT_IN_COMPRESSED = 3  # bytes of text per byte of a compressed file, roughly
 TEXTS = (pa.string(), pa.large_string(), pa.string_view(), pa.binary(), pa.large_binary(), pa.binary_view())
 ENDINGS = (PARQUET, *READERS)
 HUB_DATASET = re.compile(r"[\w.-]+/[\w.-]+")
@@ -29,15 +29,15 @@ BATCH = 8
 _SPLIT = re.compile(
     r"([\w-]+\.)?(train|validation|valid|val|dev|test)(?:-\d{5}-of-\d{5}(?:-[0-9a-f]{16})?)?(?:\.[a-z.]+)?"
 )
-"""a file of a split, or a folder of its files"""
+"""the name of a split's file or folder"""
 _NOT_UTF8 = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One file: path or hf:// address, bytes, and the bytes of text in each group, which is read as a whole.
+    """One file: path or hf:// address, size, and the bytes of text in each group, which is read as a whole.
 
-    The groups of a parquet file are its row groups; any other file is one group, an empty one none.
+    The groups of a parquet file are its row groups; any other file is one group, or none if empty.
     """
 
     file: str
@@ -49,7 +49,7 @@ class SourceFile:
 class Unit:
     """Groups of one or more files, which become one shard or more per split.
 
-    groups: {file: (first, last + 1)}. text_bytes: of them, by the estimate of `measure_files`.
+    groups: {file: (first, last + 1)}. text_bytes: their text, as `measure_files` estimates it.
     """
 
     number: Size
@@ -62,8 +62,8 @@ def find_files(
 ) -> list[str]:
     """The files of `sources`, each a file, a folder or a Hub dataset `owner/name`.
 
-    output: files in it are left out, if it is in a folder of `sources`. left_out: gets the number of other files that
-    are, by reason.
+    output: its files are left out, if it is in a folder of `sources`. left_out: counts other files that are left out,
+    by reason.
     """
     files = [file for source in sources for file in _find_files(source, subset, output, left_out)]
     if odd := next(filter(_NOT_UTF8.search, files), None):  # the job's record, JSON, could not name it
@@ -74,7 +74,7 @@ def find_files(
 
 
 def unique(files: Iterable[str]) -> list[str]:
-    """The first name of each file: a link is the file that it leads to."""
+    """The first name of each file; a link counts as the file that it leads to."""
     found: dict[str, str] = {}
     for file in files:
         found.setdefault(os.path.realpath(file), file)
@@ -90,8 +90,8 @@ def _find_files(source: str, subset: str | None, output: Path | None, left_out: 
     other = [file for file in files if not has_text(file)]
     if len(other) == len(files):
         raise UserError(
-            f"--input {(other or [source])[0]}: no file of text, which ends in {', '.join(ENDINGS)}, or, but parquet, in "
-            "these and .gz or .zst"
+            f"--input {(other or [source])[0]}: not a text file; these end in {', '.join(ENDINGS)}, all but parquet also "
+            "with .gz or .zst"
         )
     left_out.update(f"of the ending {ending_of(file)!r}" for file in other)
     return [file for file in files if has_text(file)]
@@ -105,7 +105,7 @@ def has_text(file: str) -> bool:
 def find_local_files(source: str, subset: str | None, output: Path | None, left_out: Counter[str]) -> list[str] | None:
     """The files of `source` on this machine, sorted; None if it is neither a file nor a folder.
 
-    Of a folder, also behind links, without those of `output`, and as `_walk` leaves out.
+    Links in a folder are followed. Left out are hidden files, those of `output`, and splits other than train.
 
     Raises:
         UserError: a link in the folder leads out of it, or there is a `subset`, which only the Hub has.
@@ -113,7 +113,7 @@ def find_local_files(source: str, subset: str | None, output: Path | None, left_
     path = Path(os.path.expanduser(source))
     if subset and look.is_there(path):  # a card on this machine may name any address
         raise UserError(
-            f"--input {source} is here, and --subset is of a data set on the Hub; give the folder of its files"
+            f"--input {source} is a local path, but --subset selects part of a Hub dataset; give the folder of its files"
         )
     if not look.is_folder(path):
         return [str(path)] if look.is_file(path) else None
@@ -126,7 +126,7 @@ def find_local_files(source: str, subset: str | None, output: Path | None, left_
 
 
 def _walk(folder: Path, left_out: Counter[str]) -> Iterator[Path]:
-    """The files below a folder, also behind links, that are not hidden."""
+    """The files below a folder that are not hidden; links are followed."""
     visited: set[str] = set()
     for place, folders, names in os.walk(folder, followlinks=True, onerror=look.refuse):
         if (real := os.path.realpath(place)) in visited:  # a link leads back
@@ -139,8 +139,8 @@ def _walk(folder: Path, left_out: Counter[str]) -> Iterator[Path]:
 
 
 def _leave_out_other_splits(files: list[Path], folder: Path, left_out: Counter[str]) -> list[Path]:
-    """Of a clone of a data set, as far as names show it: without its card, and without the files of splits other than train
-    that lie beside those of train."""
+    """The files of a cloned data set, judged by names, without its card, and without splits other than train that lie beside
+    train."""
     splits: dict[Path, tuple[tuple, str]] = {}
     for file in files:
         parts = file.relative_to(folder).parts
@@ -252,10 +252,10 @@ def divide_into_units(files: list[SourceFile], unit_bytes: float) -> list[Unit]:
 
 
 def read_texts(unit: Unit, text_key: str, replaced: Counter[str], left_out: Counter[str]) -> Iterator[str]:
-    """The unit's texts, but for null and empty ones. Reads no further than it is asked to.
+    """The unit's texts, except null and empty ones. Reads no further than it is asked to.
 
-    replaced: gets the number of bytes of each file that are not UTF-8, each of which becomes U+FFFD. left_out: gets the
-    number of texts that are left out.
+    replaced: counts, for each file, the bytes that are not UTF-8; each becomes U+FFFD. left_out: counts the texts that
+    are left out.
     """
     for file, (first, end) in unit.groups.items():
         for text in _read(file, first, end, text_key):

@@ -1,7 +1,7 @@
-"""Documents of files other than parquet: JSON lines, CSV, plain text and Markdown, each also as .gz or .zst.
+"""Reads documents from files other than parquet: JSON lines, CSV, plain text and Markdown, each also as .gz or .zst.
 
-Each reader takes a stream of bytes and yields documents as text in which every byte that is not UTF-8 is one surrogate,
-as by Python's `surrogateescape`; null is a document too. None holds more than a document or a line at once.
+Each reader yields documents as text in which every byte that is not UTF-8 is one surrogate, as by Python's
+`surrogateescape`; null is a document too. No reader holds more than a document or a line in memory.
 """
 
 import csv
@@ -20,7 +20,7 @@ from pc.errors import UserError
 HUB = "hf://"
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 LONGEST = 16_384
-"""characters of a document from a text file, some 4,000 tokens; a longer file is cut"""
+"""characters of a document from a text file, some 4,000 tokens; a longer file becomes several"""
 
 
 def open_bytes(file: str) -> BinaryIO:
@@ -69,7 +69,7 @@ def _text_of(line: str, text_key: str, where: str) -> str | None:
 def read_csv(file: str, text_key: str) -> Iterator[str | None]:
     csv.field_size_limit(2**31 - 1)  # a document may be long
     with open_text(file) as stream:
-        rows = csv.reader(stream, strict=True)  # else an open quote takes the rest as one text
+        rows = csv.reader(stream, strict=True)  # else an unclosed quote takes the rest as one text
         try:
             header: list[str] = next(filter(None, rows), [])
             if header and header.count(text_key) != 1:
@@ -86,7 +86,7 @@ def read_csv(file: str, text_key: str) -> Iterator[str | None]:
 
 
 def read_text(file: str, text_key: str) -> Iterator[str]:
-    """The file as one document, or cut where it can be: after a blank line, else the end of a line, else a space."""
+    """The file as one document, or cut where possible: after a blank line, else after a line, else after a space."""
     with open_text(file) as stream:
         stream.reconfigure(newline=None)  # CRLF becomes LF
         text = ""
@@ -115,6 +115,6 @@ def is_compressed(file: str) -> bool:
 
 
 def ending_of(file: str) -> str:
-    """The ending that says what a file holds, in small letters and without that of a compression."""
+    """The ending that says what a file holds, in lower case and without that of a compression."""
     path = PurePosixPath(file.lower())
     return path.with_suffix("").suffix if is_compressed(file) else path.suffix

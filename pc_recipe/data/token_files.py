@@ -1,9 +1,9 @@
 """Token shards on disk: atomic writes, and reads that leave no file open.
 
 A shard is a NumPy file `NNNNN.tokens.npy`, uint16 or uint32 [tokens]: documents one after another, each ending with the
-only EOS in it. It is right if its size and checksum are those of the manifest. A start compares all sizes, and
-`scripts/inspect_data.py` every checksum. Whatever is read, and is not what tokens look like, has its shard's checksum
-compared at once.
+only EOS in it. It is right if its size and checksum are those of the manifest. The start of a run compares all
+sizes, and `scripts/inspect_data.py` all checksums. If tokens look implausible when they are read, their shard's
+checksum is compared at once.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ READERS = 16  # a shared file system answers slowly, but many at once
 
 
 def write_shard(folder: Path, split: str, name: str, tokens: np.ndarray, documents: int) -> TokenShard:
-    """Write tokens [total] of so many documents. The file is renamed into place when complete."""
+    """Write tokens [total] of this many documents. The file is renamed into place when complete."""
     file = f"{split}/{name}.tokens.npy"
     path, buffer = folder / file, io.BytesIO()
     np.save(buffer, tokens, allow_pickle=False)
@@ -39,9 +39,9 @@ def write_shard(folder: Path, split: str, name: str, tokens: np.ndarray, documen
 
 
 def remove_leftovers(shards: Path) -> None:
-    """Of processes that were killed while they wrote a shard. One that still writes takes no hour for it."""
+    """Remove temporary files of killed processes. One younger than an hour may still be being written."""
     for file in (shards / name for name in look.names(shards) if name.startswith(".")):
-        with suppress(FileNotFoundError):  # it has its name now
+        with suppress(FileNotFoundError):  # renamed meanwhile
             if time.time() - file.stat().st_mtime > 3600:
                 file.unlink()
 
@@ -49,7 +49,7 @@ def remove_leftovers(shards: Path) -> None:
 def read_tokens(manifest: Manifest, shard: TokenShard, first: int = 0, count: int | None = None) -> np.ndarray:
     """Tokens `first` … `first + count - 1` of a shard, by default all [count].
 
-    The file is open only meanwhile: 160 B tokens are 2,700 files, more than a process may usually hold open or mapped.
+    The file is open only during the read: 160 B tokens are 2,700 files, more than a process may usually hold open or mapped.
 
     Raises:
         UserError: names a file that is gone, ends too early or is not as it was written.
@@ -69,14 +69,14 @@ def read_tokens(manifest: Manifest, shard: TokenShard, first: int = 0, count: in
         require_file(manifest.folder, shard, checksum=True)
         if tokens.max() >= entries:
             raise UserError(
-                f"{path} holds token {tokens.max()} as it was written, but its tokenizer has {entries}; delete the "
+                f"{path} was written with token {tokens.max()}, but its tokenizer has {entries} entries; delete the "
                 "folder and tokenise again"
             )
     return tokens
 
 
 _path_of = cache(inside)
-"""Where a file leads is looked at once, not at each read."""
+"""Checks where a path leads once, not at each read."""
 
 
 def require_file(folder: Path, shard: TokenShard, *, checksum: bool = False) -> None:
@@ -91,7 +91,7 @@ def require_file(folder: Path, shard: TokenShard, *, checksum: bool = False) -> 
 
 
 def require_files(folder: Path, shards: Sequence[TokenShard], advance: Callable[[int], object] | None = None) -> None:
-    """`require_file` for all shards of a folder; with `advance`, called with the bytes of each, also their checksums."""
+    """`require_file` for all shards of a folder. With `advance`, called with each file's size, it compares checksums too."""
     checksum = advance is not None
     with ThreadPoolExecutor(READERS) as pool:
         checks = pool.map(lambda shard: require_file(folder, shard, checksum=checksum), shards)
@@ -101,7 +101,7 @@ def require_files(folder: Path, shards: Sequence[TokenShard], advance: Callable[
 
 
 def _is_plausible(tokens: np.ndarray, vocab_size: int) -> bool:
-    """Whether tokens [count] differ and are all in the vocabulary. Equal ones may be text, or a hole in the file."""
+    """Whether tokens [count] are all in the vocabulary and not all equal, which may be text, or a hole in the file."""
     return bool(tokens.max() < vocab_size and (len(tokens) < 2 or np.any(tokens != tokens[0])))
 
 

@@ -1,7 +1,7 @@
-"""Converts what describes a tokenizer to one tokenizer.json, or refuses.
+"""Converts any description of a tokenizer to one tokenizer.json, or refuses.
 
-A conversion is refused by what the given file says, where tokenizer.json cannot say the same, and then by comparison with
-the library that the file is made for: over every entry of the vocabulary, alone and in texts of many entries.
+It refuses a file with settings that tokenizer.json cannot express. Then it compares the result with the library that the
+file is made for, on every entry of the vocabulary, alone and in texts of many entries.
 """
 
 import json
@@ -39,10 +39,10 @@ class Converted:
     bos: str | None
     eos: str
     original: Callable[[list[str]], list[list[int]]] | None = None
-    """Ids of texts by the library that the given file is made for; None if that is the same."""
+    """Ids of texts by the library that the given file is made for; None if that is `tokenizers` too."""
 
     def require_equal(self, texts: Iterable[str]) -> None:
-        """Raise a `UserError` for a text of which the conversion makes other ids."""
+        """Raise a `UserError` for a text to which the conversion gives other ids."""
         if self.original is None:
             return
         model, texts = build(self.content), iter(texts)
@@ -55,7 +55,7 @@ class Converted:
 
 @contextmanager
 def without_panics() -> Iterator[None]:
-    """Raise a `UserError` where the Rust of a damaged tokenizer fails: a bare `Exception`, or a panic, which is none."""
+    """Raise a `UserError` where Rust code fails on a damaged tokenizer: a bare `Exception`, or a panic, which is none."""
     try:
         yield
     except BaseException as error:
@@ -66,21 +66,21 @@ def without_panics() -> Iterator[None]:
 
 @lru_cache(maxsize=2)
 def build(content: bytes) -> Tokenizer:
-    """The tokenizer of a tokenizer.json, to which text that spells a special entry is text; not to be changed."""
+    """The tokenizer of a tokenizer.json; text that spells a special entry is text to it. Cached: do not change it."""
     model = Tokenizer.from_str(content.decode())
     model.encode_special_tokens = True
     return model
 
 
 def from_folder(folder: Path) -> Converted:
-    """tokenizer.json as it is, but that BOS is put in front, and nothing else is added to a text, cut off or filled up."""
+    """tokenizer.json as it is, except that it puts BOS in front of a text, and neither adds more, nor truncates or pads."""
     given, settings = look.read(folder / FILE) or b"", json.loads(look.read(folder / SETTINGS) or b"{}")
     names = [settings.get(key) for key in ("bos_token", "eos_token")]
     bos, eos = (name["content"] if isinstance(name, dict) else name for name in names)
     if bos == eos:  # GPT-2's: one of them separates documents
         bos = None
     if eos is None:
-        raise UserError(f"{NO_EOS}, by eos_token in {SETTINGS}")
+        raise UserError(f"{NO_EOS}: {SETTINGS} names no eos_token")
     content, ids = json.loads(given), build(given).get_vocab(with_added_tokens=True)
     added = {entry["content"]: entry for entry in content["added_tokens"]}
     for name in filter(None, (bos, eos)):
@@ -90,15 +90,15 @@ def from_folder(folder: Path) -> Converted:
         added[name] = {"id": ids[name], "content": name} | flags | added.get(name, {}) | {"special": True}
     for name, entry in added.items():
         if ids[name] != entry["id"]:
-            raise UserError(f"its entry {name!r} should have id {entry['id']}, and gets {ids[name]}")
+            raise UserError(f"its entry {name!r} should have id {entry['id']}, but gets {ids[name]}")
     content["added_tokens"] = sorted(added.values(), key=lambda entry: entry["id"])
-    if content["model"].get("type") == "Unigram":  # where they have the best score of all, so that text becomes them
+    if content["model"].get("type") == "Unigram":  # where they have the best score, so text would be encoded as them
         vocab = content["model"]["vocab"]
         content["model"]["vocab"] = [[piece, -1e6 if piece in (bos, eos) else score] for piece, score in vocab]
     content |= {"truncation": None, "padding": None, "post_processor": None}
     if bos is not None:
         content["post_processor"] = json.loads(_bos_first(bos, ids[bos]).__getstate__())
-    # the same bytes if nothing changes, so that a converted one keeps its checksum
+    # the same bytes if nothing changes, so that a converted file keeps its checksum
     changed = content != json.loads(given)
     return Converted("huggingface", json.dumps(content).encode() if changed else given, bos, eos)
 
@@ -140,7 +140,7 @@ def _require_bpe_of_the_text_itself(model: Any) -> None:
         "marks no spaces, or marks them behind words": not rules.escape_whitespaces
         or trainer.treat_whitespace_as_suffix,
         "has no byte fallback, so that characters are lost": not trainer.byte_fallback,
-        f"has symbols of a user, or unused ones: {', '.join(others[:3])}": bool(others),
+        f"has user-defined or unused symbols: {', '.join(others[:3])}": bool(others),
     }
     for reason, holds in reasons.items():
         if holds:
@@ -151,7 +151,7 @@ def from_tiktoken(name: str) -> Converted:
     """One of tiktoken's named encodings, downloaded when first used. They have no BOS; EOS is `<|endoftext|>`."""
     import tiktoken
 
-    # Its own default lies in the common temporary folder, where another user may have put something else.
+    # tiktoken's default is the shared temporary folder, where another user may have put something else.
     cache = os.environ.get("DATA_GYM_CACHE_DIR", os.path.expanduser("~/.cache/pc-layer"))
     os.environ.setdefault("TIKTOKEN_CACHE_DIR", cache)
     try:
@@ -165,11 +165,11 @@ def from_tiktoken(name: str) -> Converted:
     letters = [chr(byte if byte in kept else next(others)) for byte in range(256)]  # of the library's byte-level models
     names = {entry: "".join(letters[byte] for byte in entry) for entry in ranks}
     merges = [(names[left], names[right]) for left, right in _list_merges(ranks)]
-    # with the special ones, which the library would number in a row behind the others
+    # with the special ones, to which the library would give the next free ids
     vocabulary = {names[entry]: rank for entry, rank in ranks.items()} | special
     split = pre_tokenizers.Split(Regex(_to_oniguruma(pattern)), "isolated")
     words = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
-    # A word that is an entry is that entry, without merges. It must not become a special one.
+    # With `ignore_merges`, a word that is an entry becomes it. It must not become a special one.
     becomes_special = any(len(words.pre_tokenize_str(name)) == 1 for name in special)
     model = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=not becomes_special))
     model.pre_tokenizer, model.decoder = words, decoders.ByteLevel()
@@ -179,16 +179,16 @@ def from_tiktoken(name: str) -> Converted:
 
 
 def _to_oniguruma(pattern: str) -> str:
-    """A regular expression of Rust's for Oniguruma, to which "$" is the end of a line and "+" after "{1,3}" repeats."""
+    """A Rust regular expression for Oniguruma, to which "$" is the end of a line and "+" after "{1,3}" repeats it."""
     repeated = re.sub(r"(\\p\{\w+\}|\\.|\[(?:\\.|[^\]\\])*\]|[^\\])(\{\d+(?:,\d*)?\})\+", r"(?>\1\2)", pattern)
     return re.sub(r"(?<!\\)\$", r"\\z", repeated)
 
 
 def _list_merges(ranks: Mapping[Piece, float]) -> list[tuple[Piece, Piece]]:
-    """All pairs that make an entry, in the order in which both libraries merge neighbours: the lowest rank of the whole.
+    """All pairs that make an entry, in the order in which both libraries merge neighbours: lowest rank of the entry first.
 
-    Of equal ones they merge the first in the text. In a text A B C where A B and B C are the same entry, that is A B,
-    whose end B is also its begin. Entries of equal rank are runs of spaces, which grow from the left.
+    Of equal ones they merge the first in the text. In a text A B C where A B and B C make the same entry, that is A B;
+    this entry also begins with B. Entries of equal rank are runs of spaces, which grow from the left.
     """
     pairs = []
     for piece, rank in ranks.items():
@@ -220,7 +220,7 @@ def _compared(kind, model, vocabulary, special, names, original, texts) -> Conve
 
 
 def combine(entries: list[str]) -> Iterator[str]:
-    """Texts of a vocabulary: each entry, all of them one after another in two orders, runs of what is often repeated."""
+    """Test texts of a vocabulary: each entry, all entries joined in two orders, runs of characters often repeated."""
     yield from entries
     for order in (entries, random.Random(0).sample(entries, len(entries))):
         yield from ("".join(order[start : start + TOGETHER]) for start in range(0, len(order), TOGETHER))

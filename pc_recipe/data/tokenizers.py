@@ -1,6 +1,6 @@
 """Text to token ids by one `tokenizer.json`, which `pc_recipe.data.tokenizer_formats` makes of whatever is given.
 
-The same file encodes the shards, lies in the data folder and in an export, so both give the same ids:
+The same file encodes the shards and is copied to the data folder and exports, so all give the same ids:
 
 - Text that spells BOS or EOS ("</s>") is encoded as ordinary characters.
 - BOS stands in front of each document, EOS behind it.
@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # its import takes seconds
     from transformers import PreTrainedTokenizerFast
 
 DEFAULT_TOKENIZER = "mistral-common"
-SENTENCEPIECE, TIKTOKEN = "tokenizer.model", "tiktoken.txt"  # the latter names one, in data folders of format 1
+SENTENCEPIECE, TIKTOKEN = "tokenizer.model", "tiktoken.txt"  # the latter names an encoding, in data folders of format 1
 
 
 class Tokenizer:
@@ -53,7 +53,7 @@ class Tokenizer:
 
     @property
     def names(self) -> dict[str, str]:
-        """Its name and checksum, as runs and exports have them."""
+        """Its name and checksum, as runs and exports store them."""
         return {"name": self.name, "sha256": self.sha256}
 
     def gives_the_ids_of(self, other: "Tokenizer") -> bool:
@@ -65,14 +65,14 @@ class Tokenizer:
         return self.encode_batch(texts) == other.encode_batch(texts)
 
     def require_equal(self, texts: Sequence[str]) -> None:
-        """Raise a `UserError` for a text of which what it was converted from makes other ids."""
+        """Raise a `UserError` for a text to which the original tokenizer gives other ids."""
         try:
             self._converted.require_equal(texts)
         except UserError as error:
             raise UserError(f"tokenizer {self.name!r}: {error}") from None
 
     def count_changed(self, texts: Sequence[str]) -> int:
-        """How many do not come back from their ids; a space in front may be one that the tokenizer adds."""
+        """How many texts decoding does not restore; leading spaces do not count, as the tokenizer may add one."""
         back = map(self.decode, self.encode_batch(texts))
         return sum(text.lstrip(" ") != other.lstrip(" ") for text, other in zip(texts, back, strict=True))
 
@@ -93,14 +93,14 @@ class Tokenizer:
         """Tokens of all texts, each between BOS and EOS [total].
 
         Raises:
-            UserError: the tokenizer makes BOS or EOS of text.
+            UserError: the tokenizer encodes text as BOS or EOS.
         """
         encoded = self.encode_batch(texts)
         for text, ids in zip(texts, encoded, strict=True):
             if not {self.bos_id, self.eos_id}.isdisjoint(ids):
                 raise UserError(
-                    f"tokenizer {self.name!r}: it makes {self._converted.eos!r} or {self._converted.bos!r}, which separate "
-                    f"documents, of the text {text!r:.60}; name other entries in {SETTINGS}"
+                    f"tokenizer {self.name!r}: it encodes the text {text!r:.60} as {self._converted.eos!r} or "
+                    f"{self._converted.bos!r}, which separate documents; name other entries in {SETTINGS}"
                 )
         lead = [] if self.bos_id is None else [self.bos_id]
         stream = chain.from_iterable((*lead, *ids, self.eos_id) for ids in encoded)
@@ -118,10 +118,10 @@ class Tokenizer:
         write_atomically(Path(folder, SETTINGS), json.dumps(settings, indent=2) + "\n")
 
     def to_transformers(self, max_length: int | None = None) -> "PreTrainedTokenizerFast":
-        """The same for tools of Hugging Face, with BOS in front of each text."""
+        """The same for Hugging Face's tools, with BOS in front of each text."""
         from transformers import PreTrainedTokenizerFast
 
-        model = deepcopy(self._model)  # which it changes
+        model = deepcopy(self._model)  # which transformers changes
         return PreTrainedTokenizerFast(tokenizer_object=model, **self._settings(max_length))
 
     def _settings(self, max_length: int | None) -> dict[str, Any]:
@@ -144,7 +144,7 @@ def load_tokenizer(reference: str | Path) -> Tokenizer:
     encoding, a folder with tokenizer.json or tokenizer.model, or a SentencePiece `.model` file.
 
     Raises:
-        UserError: there is none, or a tokenizer.json cannot give the same ids, or it makes BOS or EOS of text.
+        UserError: there is none, or a tokenizer.json cannot give the same ids, or it encodes text as BOS or EOS.
     """
     name = str(reference)
     try:

@@ -36,8 +36,8 @@ from pc_recipe.files.own_code import own_code
 from pc_recipe.files.progress import byte_bar
 
 LARGEST_SHARD = 2
-"""The text of a shard in units of --shard-megabytes. A unit of work that holds more, such as one huge file, becomes
-several shards: the memory of a process is made for that."""
+"""A shard is cut at this many times --shard-megabytes of text. So a unit of work that holds more, such as one huge file,
+becomes several shards, which bounds the memory of a process."""
 
 
 def tokenize(
@@ -61,7 +61,7 @@ def tokenize(
         tokenizer: see `load_tokenizer`.
         validation_fraction: share of the documents, chosen by hash; None: `validation_share`.
         shard_megabytes: text per shard.
-        max_documents: only so many, the first of the first file.
+        max_documents: only this many, the first of the first file.
         part: (k, n) processes part k of n.
 
     Returns:
@@ -89,7 +89,7 @@ def tokenize(
 
 def _run_in_pool(job: TokenizingJob, unfinished: list[Unit], processes: int) -> None:
     context = multiprocessing.get_context("forkserver")
-    os.environ.update(own_code())  # for its server
+    os.environ.update(own_code())  # for the fork server
     context.set_forkserver_preload([__name__])  # import once, not in every process
     bar = byte_bar(sum(unit.text_bytes for unit in unfinished), f"tokenising ({processes} processes)")
     no_traceback = (signal.SIGINT, signal.SIG_DFL)  # on Ctrl-C
@@ -113,7 +113,7 @@ def _run_in_pool(job: TokenizingJob, unfinished: list[Unit], processes: int) -> 
 
 
 def tokenize_unit(job: TokenizingJob, unit: Unit, advance: Callable[[int], object] = lambda characters: None) -> None:
-    """Write the unit's shards and its record; `advance` is called with the characters of each batch of documents."""
+    """Write the unit's shards and its record; `advance` is called with the number of characters of each batch."""
     settings, replaced, left_out = job.settings, Counter[str](), Counter[str]()
     tokenizer = _load_once(job.output / TOKENIZER_FOLDER, job.tokenizer.sha256)
     texts = islice(read_texts(unit, settings["text_key"], replaced, left_out), settings["max_documents"])
@@ -140,7 +140,7 @@ def _load_once(folder: Path, sha256: str) -> Tokenizer:
 def _encode(
     texts: Iterator[str], tokenizer: Tokenizer, settings: dict, advance: Callable[[int], object]
 ) -> dict[str, list[np.ndarray]]:
-    """Tokens of the next texts, enough for a shard: {split: a [total] for each batch}, nothing if there is no more text."""
+    """Tokens of the next texts, enough for a shard: {split: one array [total] per batch}; no arrays after the last text."""
     encoded: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
     characters = 0
     while characters < LARGEST_SHARD * settings["shard_megabytes"] * 10**6:

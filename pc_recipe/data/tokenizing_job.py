@@ -1,8 +1,8 @@
 """A tokenising job: its settings, its units, and which units are finished.
 
-The settings alone determine the units, their order and, in one version, every byte of the result. Each finished unit
-writes `units/NNNNN.json` after its shards. The process that finds all of them, and the shards of the sizes that they
-say, writes the manifest.
+The settings alone determine the units, their order and, within one version of this code, every byte of the result. Each
+finished unit writes `units/NNNNN.json` after its shards. The process that finds all of these, and their shards with the
+right sizes, writes the manifest.
 """
 
 import hashlib
@@ -52,12 +52,12 @@ from pc_recipe.files.inside import require_plain
 VALIDATION_SHARE = 0.0005  # of the documents, by default; of small data more:
 VALIDATION_BYTES = 2 * 10**6  # of text, some 500,000 tokens: 64 sequences of 8192, more than 1 % of 200 MB
 MOST_VALIDATION = 0.1
-COMPARED = 200  # texts, by a tokenizer and what it was converted from, before the first is stored
-DOCUMENT_BYTES = 3000  # of a document of a data set such as FineWeb, about
+COMPARED = 200  # texts, which a converted tokenizer and its original encode before any are stored
+DOCUMENT_BYTES = 3000  # roughly, of a document in a data set such as FineWeb
 
 
 class _Settings(TypedDict):
-    """Those that are read again; the command's own are compared with what the folder was started with."""
+    """The settings that are read again; a command's own are compared with those that the folder was started with."""
 
     format: Literal[1, 2]
     sources: list[str]
@@ -72,7 +72,7 @@ class _Settings(TypedDict):
 
 @dataclass(frozen=True)
 class _Saved:
-    """tokenizing.json."""
+    """Content of tokenizing.json."""
 
     settings: _Settings
     units: list[Unit]
@@ -89,14 +89,14 @@ class TokenizingJob:
     tokenizer: TokenizerRecord
     units: list[Unit]
     modified: dict[str, int]
-    """{local file: time of its last change when the job began}, until all is tokenised; as `_last_change`."""
+    """{local file: its `_last_change` when the job began}; empty once all is tokenised."""
 
     def require_unmodified(self, files: Iterable[str]) -> None:
-        """Raise a `UserError` for a local file that was changed since the job began; it may be gone."""
+        """Raise a `UserError` for a local file that was changed since the job began; a deleted one is accepted."""
         for file in files:
             if (now := _last_change(file)) and now != self.modified.get(file, now):
                 raise UserError(
-                    f"{file} was changed after {self.output} was started, which would mix both; choose another --output"
+                    f"{file} was changed after {self.output} was started; the shards would mix both; choose another --output"
                 )
 
     @property
@@ -112,8 +112,8 @@ def open_job(output: Path, sources: list[str], tokenizer: Tokenizer, requested: 
         requested: the command's settings by name.
 
     Raises:
-        UserError: a setting or the sources' files are not those of the folder's job, or the tokenizer was converted and
-            gives other ids for its first texts.
+        UserError: a setting or the sources' files are not those of the folder's job, or the converted tokenizer gives other
+            ids for the first texts than its original.
     """
     require_plain(output)
     requested = {"sources": sources, "tokenizer": tokenizer.sha256} | requested
@@ -124,8 +124,8 @@ def open_job(output: Path, sources: list[str], tokenizer: Tokenizer, requested: 
         except ValidationError as error:
             reason = " ".join(str(error).split())[:200]
             raise UserError(f"{path} is damaged ({reason}); delete {output}, and repeat the command") from None
-        settings, units = json.loads(text)["settings"], saved.units  # all keys, which have a checksum
-        # of a job of format 1, the settings have another checksum
+        settings, units = json.loads(text)["settings"], saved.units  # all keys: the checksum covers them
+        # a job of format 1 has another checksum of it in its settings
         before = settings | {"tokenizer": load_tokenizer(output / TOKENIZER_FOLDER).sha256}
         for key, value in requested.items():
             if before.get(key) != value:
@@ -154,7 +154,7 @@ def open_job(output: Path, sources: list[str], tokenizer: Tokenizer, requested: 
 
 
 def _last_change(file: str) -> int:
-    """Of a local file, in nanoseconds; else 0."""
+    """A local file's modification time in nanoseconds; else 0."""
     return os.stat(file).st_mtime_ns if look.is_there(file) else 0
 
 
@@ -186,9 +186,9 @@ def validation_share(text_bytes: int) -> float:
 
 
 def _require_same_files(sources: list[str], settings: dict, units: list[Unit], output: Path) -> None:
-    """Compare names and sizes of local files with the job's. They may be gone, all of them, once tokenised.
+    """Compare names and sizes of local files with the job's. Once tokenised, they may all be gone.
 
-    A job of someone else names no file that is not of `sources`.
+    The job, perhaps someone else's, may name no file outside `sources`.
     """
     found = [find_local_files(source, settings["subset"], output, Counter()) for source in sources]
     paths = [path for path in unique(path for files in found for path in files or ()) if has_text(path)]
@@ -196,7 +196,7 @@ def _require_same_files(sources: list[str], settings: dict, units: list[Unit], o
     for file in {file for unit in units for file in unit.groups}.difference(paths):
         if not file.startswith(of_hub) and (file.startswith(HUB) or look.is_there(file)):
             raise UserError(
-                f"{output / 'tokenizing.json'} names {file!r}, which is not of {' '.join(sources)}, or is left out of it now"
+                f"{output / 'tokenizing.json'} names {file!r}, which is not in {' '.join(sources)}, or is now left out"
             )
     if None in found:
         return

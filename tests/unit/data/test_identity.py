@@ -74,7 +74,7 @@ def replace_shard(folder: Path, entry: str = "") -> None:
 def test_a_replaced_shard_with_its_checksum_is_refused(make, tmp_path):
     folder, before = make(TEXTS, "a"), make(TEXTS, "b")
     replace_shard(folder)
-    with pytest.raises(UserError, match=r"manifest.json is damaged \(its shards are others than when it was written\)"):
+    with pytest.raises(UserError, match=r"damaged \(its shards are not those that it was written with\)"):
         Manifest.read(folder)
     shutil.copytree(before, tmp_path / "c")
     replace_shard(tmp_path / "c", "content_sha256")
@@ -99,7 +99,7 @@ def test_a_folder_of_format_1_is_known_as_before_and_gets_its_checksum_at_the_fi
     assert Manifest.read(folder) == manifest
     assert json.loads((folder / "manifest.json").read_text()) == before | {"content_sha256": manifest.content_sha256}
     replace_shard(folder)
-    with pytest.raises(UserError, match="its shards are others"):
+    with pytest.raises(UserError, match="its shards are not those"):
         Manifest.read(folder)
 
 
@@ -118,7 +118,7 @@ def test_a_source_that_changes_before_all_is_tokenised_is_refused(moment, make, 
     with monkeypatch.context() as meanwhile, pytest.raises((UserError, KeyboardInterrupt)):
         meanwhile.setattr(tokenizing, moment, change)
         make(TEXTS, "a")
-    with pytest.raises(UserError, match="in/07.txt was changed after .*a was started, which would mix both"):
+    with pytest.raises(UserError, match="in/07.txt was changed after .*a was started; the shards would mix both"):
         tokenize(**again)
     shutil.rmtree(tmp_path / "a")
     manifest = tokenize(**again)
@@ -132,7 +132,7 @@ def test_a_file_or_a_folder_is_not_taken_twice_under_two_names(make, tmp_path, l
     twice = [f"{tmp_path}/in", f"{tmp_path}/in/../in", f"{tmp_path}/link/07.txt"]
     manifest = tokenize(twice, tmp_path / "twice", validation_fraction=0, tokenizer=str(letters))
     assert manifest.content_sha256 == Manifest.read(folder).content_sha256
-    with pytest.raises(UserError, match="data.path: .*twice and .*a are the same data; name one, with both weights"):
+    with pytest.raises(UserError, match="data.path: .*twice and .*a are the same data; name one, with the sum"):
         GlobalOrderLoader({str(folder): 1, str(manifest.folder): 1}, **SETTINGS)
 
 

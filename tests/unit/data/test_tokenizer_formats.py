@@ -110,7 +110,7 @@ REFUSED = {
     "removes spaces": dict(remove_extra_whitespaces=True),
     "marks them behind words": dict(treat_whitespace_as_suffix=True),
     "has no byte fallback": dict(byte_fallback=False),
-    "symbols of a user.*: <mask>": dict(user_defined_symbols="<mask>"),
+    "user-defined or unused symbols: <mask>": dict(user_defined_symbols="<mask>"),
     "no end-of-text token": dict(eos_id=-1),
 }
 
@@ -421,7 +421,7 @@ def test_an_end_of_text_that_text_becomes_is_refused(tmp_path):
     state = json.loads(byte_level(300).to_str())
     folder = changed(tmp_path / "t", state, {"eos_token": "e"})
     with pytest.raises(
-        UserError, match="^tokenizer '.*': it makes 'e' or None, which separate documents, of the text 'e'"
+        UserError, match="^tokenizer '.*': it encodes the text 'e' as 'e' or None, which separate documents"
     ):
         load_tokenizer(folder)
 
@@ -431,7 +431,7 @@ def test_an_id_that_the_library_does_not_keep_is_refused(tmp_path):
     model.add_special_tokens(["</s>"])
     state = json.loads(model.to_str())
     state["added_tokens"][0]["id"] = 305
-    with pytest.raises(UserError, match="its entry '</s>' should have id 305, and gets 300"):
+    with pytest.raises(UserError, match="its entry '</s>' should have id 305, but gets 300"):
         load_tokenizer(changed(tmp_path / "t", state, {"eos_token": "</s>"}))
 
 

@@ -58,7 +58,7 @@ MISTAKES = {
     "gpt3": ({}, NONE),
     "broken.model": ({"broken.model": "not a model"}, NONE),
     ".": ({}, NONE),
-    "no settings": ({"tokenizer.json": None}, "no end-of-text token .*, by eos_token in tokenizer_config.json"),
+    "no settings": ({"tokenizer.json": None}, "no end-of-text token .*: tokenizer_config.json names no eos_token"),
     "other names": (
         {"tokenizer.json": None, "tokenizer_config.json": {"eos_token": "<end>"}},
         "names '<end>', which tokenizer.json does not have",

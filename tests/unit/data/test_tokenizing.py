@@ -228,10 +228,10 @@ def test_a_small_file_of_much_text_does_not_take_the_memory(tmp_path, monkeypatc
     [
         ("nowhere/at/all", None, "nowhere/at/all: no such file, folder or Hub dataset"),
         ("a/b.jsonl", None, "a/b.jsonl: no such file"),
-        (".", "sample-10BT", r"\. is here, and --subset is of a data set on the Hub"),
+        (".", "sample-10BT", r"\. is a local path, but --subset selects part of a Hub dataset"),
         ("*.parquet", None, r"\*\.parquet: no such file"),
-        (".", None, "a.docx: no file of text"),
-        ("a.docx", None, "a.docx: no file of text"),
+        (".", None, "a.docx: not a text file"),
+        ("a.docx", None, "a.docx: not a text file"),
         ("a.txt", None, "a.txt: there is no text in it"),
         ("a.parquet", None, "a.parquet: there is no text in it"),
         ("a.csv", None, "a.csv: there is no text in it"),
@@ -352,7 +352,7 @@ def test_the_job_of_someone_else_names_files_of_the_input_alone(tmp_path):
     for name in (str(tmp_path / "mine.txt"), f"{tmp_path}/in/../mine.txt", "hf://datasets/me/private@1/a.txt"):
         (unit,) = own["units"]
         job.write_text(json.dumps(own | {"units": [unit | {"groups": {name: [0, 1]}}]}))
-        with pytest.raises(UserError, match="tokenizing.json names '.*', which is not of "):
+        with pytest.raises(UserError, match="tokenizing.json names '.*', which is not in "):
             tokenize(*arguments, **options)
     job.write_text(json.dumps(own))
     tokenize(*arguments, **options)  # control
