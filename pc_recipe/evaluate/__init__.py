@@ -2,7 +2,7 @@
 
 import logging
 
-# transformers imports torchao, which warns of kernels that are not used here, and of its own use of torch; lm-eval warns
-# of what its own tasks do not say, of a model that is in memory, and of each context that is cut to the model's length.
+# transformers imports torchao, which warns about kernels not used here and about its own use of torch. lm-eval warns about
+# settings that its own tasks leave out, a model given in memory, and each context cut to the model's length.
 for _name in ("torchao", "torch.utils._pytree", "lm_eval.api.task", "lm_eval.models.huggingface"):
     logging.getLogger(_name).setLevel(logging.ERROR)

@@ -61,7 +61,7 @@ def load_checkpoint(run: RunCheckpoint, tokenizer: str | None = None) -> tuple[L
 
 
 def _require_vocabulary(ids: int, vocab_size: int, path: Path) -> None:
-    """A model may have more rows than its tokenizer has ids, such as rows up to a round number."""
+    """A model may have more rows than its tokenizer has ids, to make their number round."""
     if ids > vocab_size:
         raise UserError(f"{path}: the model has {vocab_size} tokens, its tokenizer {ids}")
 
@@ -82,7 +82,7 @@ def export(
     tokenizer: str | None = None,
     scores: str | Path | None = None,
 ) -> Path:
-    """Write a checkpoint of a run as a Hugging Face folder; returns it. `out` must not exist or be empty.
+    """Write a checkpoint of a run as a Hugging Face folder; returns it. `out` must be missing or empty.
 
     scores: the table.md of scripts/score.py, for the model card.
 
@@ -98,7 +98,7 @@ def export(
     card = model_card(run, model, loaded, dtype, scores)
     try:
         _write(model, loaded, run.model_args.max_seq_len, card, out)
-    except Exception as error:  # of the system, which safetensors raises as an exception of its own
+    except Exception as error:  # safetensors raises system errors as its own exception
         cause = error.__cause__ if isinstance(error, WriteFailed) else error
         if not isinstance(cause, OSError) and "(os error " not in str(cause):
             raise
@@ -118,8 +118,8 @@ def _write(model: LlamaForCausalLM, tokenizer: Tokenizer, max_length: int, card:
 
 @contextmanager
 def _unfinished(out: Path) -> Iterator[Path]:
-    """An empty folder beside `out`, which becomes it when complete. Its name is always the same, so that the next export
-    finds, and removes, what a killed one has left.
+    """An empty folder beside `out`, to be renamed to it when complete. Its name is always the same, so that the next export
+    finds and removes what a killed one left.
 
     Raises:
         UserError: another export is writing there.
@@ -177,7 +177,7 @@ def _load_folder(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     _require_vocabulary(len(tokenizer), model.config.vocab_size, path)
     if names := run_tokenizer.exported_names(path):
         run_tokenizer.require_equal(names, load_tokenizer(path).names, f"{path} belongs to", "its folder now has")
-    # what a folder says of sampling, such as a number of beams, is not followed
+    # the folder's own sampling settings, such as a number of beams, are ignored
     ids = {f"{kind}_token_id": getattr(model.generation_config, f"{kind}_token_id") for kind in ("bos", "eos", "pad")}
     model.generation_config = GenerationConfig(**ids, do_sample=True)
     return model.eval(), tokenizer

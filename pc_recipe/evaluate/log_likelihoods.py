@@ -10,8 +10,8 @@ Request = tuple[tuple[str, str], list[int], list[int]]  # texts, context ids, an
 
 
 class LogLikelihoods(HFLM):
-    """lm-eval's model. Of an answer with more tokens than the model's maximum, which lm-eval does not take, the end is
-    scored. A tokenizer may end each text; the context of an answer is not ended.
+    """lm-eval's model, with two changes. If an answer has more tokens than the model's maximum, which lm-eval rejects, only
+    its end is scored. If a tokenizer ends each text, contexts still get no end token.
 
     Args:
         model: on the device where it is to compute.
@@ -29,7 +29,7 @@ class LogLikelihoods(HFLM):
     def _loglikelihood_tokens(self, requests: list[Request], *given, **named) -> list[tuple[float, bool]]:
         if cut := sum(len(context) + len(answer) > self.max_length + 1 for _, context, answer in requests):
             logger.warning(
-                f"{cut} questions with answer have more tokens than the model's maximum of {self.max_length}: it sees their ends"
+                f"{cut} questions with answers exceed the model's maximum of {self.max_length} tokens: it sees only their ends"
             )
         # how many tokens of an answer count as context
         given_away = [max(0, len(answer) - self.max_length) for _, _, answer in requests]

@@ -43,9 +43,9 @@ _ONE_PATH = re.compile(r"^(?:file://)?(?:~\w*)?/(?:.*/)?(?=[^/])")
 
 
 def without_folders(value: Any) -> Any:
-    """A string, or the strings in a list or table, in which each local path is its last part.
+    """A string, or the strings in a list or table, with each local path shortened to its last part.
 
-    Folders name people, machines and other work. Relative paths stay, because names of the Hub are like them.
+    Folders name people, machines and other work. Paths like a/b stay, because names on the Hub look the same.
     """
     if isinstance(value, dict):
         return {without_folders(key): without_folders(item) for key, item in value.items()}
@@ -59,7 +59,7 @@ def model_card(
 ) -> str:
     """The card of `model`, made from `run`; scores: the table.md that scripts/score.py wrote, if there is one.
 
-    What run and data folder say may be of others: it has no meaning in Markdown.
+    Text from run and data folder may be other people's, so it is escaped for Markdown.
     """
     sources = _sources(run.path.parent.parent)
     header: dict[str, Any] = {
@@ -69,13 +69,13 @@ def model_card(
     }
     if of_hub := [source for source in sources if HUB_DATASET.fullmatch(source) and not look.is_there(source)]:
         header["datasets"] = of_hub
-    # what later parts of the run were given does not count
+    # the first config, because only the run's start counts
     initial_path = read_first_config(run.path.parent.parent).get("checkpoint", {}).get("initial_load_path")
     environment = _describe_environment(run)
     shape, parameters = model.config, f"{model.num_parameters():,} parameters ({dtype})"
     folder = run.path.parent.parent
     rows = [
-        ("base", f"trained on from {_shown(initial_path)}" if initial_path else "none: pre-trained from scratch"),
+        ("base", f"continued from {_shown(initial_path)}" if initial_path else "none: pre-trained from scratch"),
         ("size", f"{parameters}, {shape.num_hidden_layers} layers, width {shape.hidden_size}"),
         ("method", _shown(_describe_method(run))),
         ("data", ", ".join(map(_shown, sources))),
@@ -122,7 +122,7 @@ def _describe_method(run: RunCheckpoint) -> str:
 
 
 def _read_logged(run: RunCheckpoint) -> list[tuple[str, str]]:
-    """Tokens and losses that the run had logged last at this step; none without a log."""
+    """The last tokens and losses that the run logged up to this step; none without a log."""
     lines = read_log(run.path.parent.parent).lines
     last = {key: value for line in lines if line["step"] <= run.step for key, value in line.items()}
     keys = [key for key in ("loss", VALIDATION) if isinstance(last.get(key), float)]

@@ -35,7 +35,7 @@ class RunCheckpoint:
     config: dict[str, Any]
     """The run's resolved config.toml."""
     settings: Config
-    """What it says of model and method, and the sequence length."""
+    """Its settings of model and method, and the sequence length."""
     method: PC
     """The checkpoint's fingerprint: enable, level, blocks, ..."""
     model_args: Llama2Args
@@ -52,7 +52,7 @@ class RunCheckpoint:
 
 
 def load(path: str | Path) -> RunCheckpoint:
-    """Read RUN/checkpoint/step-N with its config, RUN/config.toml; of RUN the newest complete one.
+    """Read RUN/checkpoint/step-N with its config, RUN/config.toml; for RUN, the newest complete one.
 
     Raises:
         UserError: no checkpoint, an incomplete one, or any extra, missing or misshapen tensor.
@@ -84,7 +84,7 @@ def _read_run_config(checkpoint: Path) -> tuple[dict[str, Any], Config]:
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: not the configuration of a run ({str(error).splitlines()[0]})") from None
     read: dict[str, Any] = {name: config[name] for name in ("model", "training", "pc") if name in config}
-    if isinstance(training := read.get("training"), dict):  # other keys, perhaps of an older version, are not checked
+    if isinstance(training := read.get("training"), dict):
         read["training"] = {key: value for key, value in training.items() if key == "seq_len"}
     return config, validated(read, Config, str(path), extra="ignore")
 

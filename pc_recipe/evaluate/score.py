@@ -76,7 +76,7 @@ def _score_model(
     if len(missing) < len(sets):
         _print_progress(f"{name}: {len(sets) - len(missing)} of {len(sets)} tasks are already scored")
     lm = _load(path, batch_size) if missing else None
-    write_atomically(file, json.dumps(results, indent=2) + "\n")  # a folder that cannot be written shows now
+    write_atomically(file, json.dumps(results, indent=2) + "\n")  # fails now if the folder is not writable
     for number, task in enumerate(missing, start=1):
         _print_progress(f"{name}: {task} ({number} of {len(missing)})")
         scored[task] = tasks.score(lm, tasks.load(task, data), limit) | {

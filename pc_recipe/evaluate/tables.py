@@ -17,7 +17,7 @@ AVERAGE = "average"
 
 
 def write(results: list[dict[str, Any]], names: list[str], stem: Path) -> list[Path]:
-    """Write `stem`.md, .csv and .png of one result per model, as `pc_recipe.evaluate.score` keeps them, and of these tasks."""
+    """Write `stem`.md, .csv and .png of these tasks, from one result per model as `pc_recipe.evaluate.score` stores it."""
     rows = scores(results, names)
     models = [result["name"] for result in results]
     values, errors = (
@@ -51,7 +51,7 @@ def scores(results: list[dict[str, Any]], names: list[str]) -> pd.DataFrame:
 def paired_errors(one: dict[str, Any], other: dict[str, Any], names: list[str]) -> list[float]:
     """Standard errors of the difference of two results, which have the same items, for each task and the average.
 
-    Infinite where there is one item, or where a result of an older version does not keep them.
+    Infinite with one item, or if an older version stored no scores of items.
     """
     errors = []
     for name in names:

@@ -90,8 +90,8 @@ def load(name: str, data: str | Path | None) -> TaskDict:
 
 
 def score(lm: LM, task: TaskDict, limit: int | None) -> dict[str, Any]:
-    """Version, items, items_in_set, its metrics with standard errors (None for one item), and for each item in order 1 or
-    0, by which two models are compared.
+    """Version, items, items_in_set, its metrics with standard errors (None for one item), and a 1 or 0 for each item in
+    order, by which two models are compared.
 
     limit: only the first items; None is all.
     """

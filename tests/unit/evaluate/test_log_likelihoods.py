@@ -53,7 +53,7 @@ def test_of_a_too_long_answer_the_end_is_scored(ours, pc_run, context, caplog):
     texts = [" word" * words + " and an end" for words in (10, 300, 400)]
     asked = [(context, text) for text in texts] + [(" word" * 300, " an end")]
     found = ours.loglikelihood([Instance("loglikelihood", {}, pair, i) for i, pair in enumerate(asked)])
-    assert "3 questions with answer have more tokens than the model's maximum of 256: it sees their ends" in caplog.text
+    assert "3 questions with answers exceed the model's maximum of 256 tokens: it sees only their ends" in caplog.text
     ids = torch.tensor([ours.tok_encode(context + texts[2])[-257:]])
     with torch.no_grad():
         log_p = pc_run.model(ids[:, :-1]).float().log_softmax(-1)  # the trainer's

@@ -64,7 +64,7 @@ def test_the_base_is_what_the_run_began_with(run, tmp_path):
         (tmp_path / "run" / "config.1.toml").write_text(f"{began}\n[checkpoint]\n{first}\n")
         config.write_text(f'{began}\n[checkpoint]\ninitial_load_path = "weights/b"\n')
         out = hugging_face.export(run, tmp_path / f"out-{len(first)}")
-        assert f"| base | {'trained on ' * bool(first)}{said} |" in (out / "README.md").read_text()
+        assert f"| base | {'continued ' * bool(first)}{said} |" in (out / "README.md").read_text()
 
 
 def test_the_card_names_all_data_of_a_mixture(run, tmp_path, data_folder):
