@@ -29,7 +29,8 @@ class LogLikelihoods(HFLM):
     def _loglikelihood_tokens(self, requests: list[Request], *given, **named) -> list[tuple[float, bool]]:
         if cut := sum(len(context) + len(answer) > self.max_length + 1 for _, context, answer in requests):
             logger.warning(
-                f"{cut} questions with answers exceed the model's maximum of {self.max_length} tokens: it sees only their ends"
+                f"{cut} questions with answers exceed the model's maximum of {self.max_length} tokens: it sees only "
+                "their ends"
             )
         # how many tokens of an answer count as context
         given_away = [max(0, len(answer) - self.max_length) for _, _, answer in requests]

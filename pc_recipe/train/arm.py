@@ -15,8 +15,8 @@ class Arm:
     """Does nothing; the base of others.
 
     It is made once, when model and optimizers are, before a checkpoint is loaded: what its constructor makes of the
-    weights is what a new run starts with. Between steps a weight with PC is PC(W). A checkpoint has nothing of an arm,
-    so what it does should follow from weights, step number and options.
+    weights is what a new run starts with. Between steps a weight with PC is PC(W). A checkpoint stores nothing of an
+    arm, so what it does should depend on weights, step number and options alone.
 
     Args:
         parts: this rank's models, sharded.
@@ -34,7 +34,7 @@ class Arm:
 
 
 def make_arm(parts: list[nn.Module], optimizers: Optimizers, config: Config) -> Arm:
-    """The arm that the config names. Only that line of the user's own config makes it import and run other code.
+    """The arm that the config names. Only this key of the user's own config makes a run import other code.
 
     Raises:
         UserError: there is no such class, or it does not take these options.

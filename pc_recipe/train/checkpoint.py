@@ -29,9 +29,9 @@ from pc_recipe.train.checkpoint_writer import ChecksummedWriter
 from pc_recipe.train.optimizers import Optimizers
 
 T = TypeVar("T")
-REMEDY = "Bring one back (a disk, a link?), or train anew with another --job.dump_folder"
+REMEDY = "Bring one back (is a disk or a link missing?), or start a new run with another --job.dump_folder"
 SECONDS_TO_END_A_SAVE = 60.0
-"""The wait after a failure. Other ranks, without which the save cannot end, may be gone."""
+"""How long to wait after a failure. Other ranks, which the save needs, may be gone."""
 
 
 def plain_keys(state: dict[str, Any]) -> dict[str, Any]:
@@ -54,7 +54,7 @@ class Checkpoints(CheckpointManager):
         self._keep_every = config.keep_every
         self._saving: str | None = None
         """The folder of the newest save."""
-        self.folder = arguments["base_folder"]  # that of a run without checkpoints; TorchTitan gives it none
+        self.folder = arguments["base_folder"]  # set here too, because without checkpoints TorchTitan sets none
         super().__init__(**arguments)
 
     # --- saving -------------------------------------------------------------------------------------
@@ -71,7 +71,7 @@ class Checkpoints(CheckpointManager):
             GarbageCollection.collect("GC collection invoked by checkpointer.")
             logger.info(f"Saved {checkpoint_id} in {time.monotonic() - begin:.1f} s")
             return None
-        logger.info(f"Writing {checkpoint_id} behind the training")
+        logger.info(f"Writing {checkpoint_id} while training continues")
         writer.per_thread_copy_ahead = 0  # The state is in CPU memory; copying ahead would use GPU 0 on every rank.
         arguments: dict[str, Any] = {"storage_writer": writer, "process_group": self.pg}
         if async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM:
@@ -84,7 +84,7 @@ class Checkpoints(CheckpointManager):
         return future
 
     def save(self, curr_step: int, last_step: bool = False) -> None:
-        # The weights of a step that is left out are not known to be finite: the cause may be in W itself.
+        # The weights of a skipped step are not known to be finite: the cause may be in W itself.
         if last_step or not self._optimizers.skips_step:
             super().save(curr_step, last_step)
 
@@ -102,9 +102,9 @@ class Checkpoints(CheckpointManager):
 
     @torch.no_grad()
     def save_and_stop(self, step: int) -> None:
-        """Save this step whole, unless it is saved: a kill while writing the same again would destroy it.
+        """Save this step completely, unless it is saved: a kill while writing it again would destroy it.
 
-        TorchTitan's save of a last step may have weights alone, with which no run continues.
+        TorchTitan may save only the weights of a last step, from which no run can continue.
         """
         if not self.enable:
             return
@@ -118,7 +118,7 @@ class Checkpoints(CheckpointManager):
         if self._saving is None:
             return
         if self.save_future is not None:
-            with contextlib.suppress(Exception, CheckpointException):  # the failure before it is reported
+            with contextlib.suppress(Exception, CheckpointException):  # the earlier failure is reported
                 self.save_future.result(timeout=SECONDS_TO_END_A_SAVE)
         with contextlib.suppress(ReadFailed):  # what may be complete stays
             if dist.get_rank() == 0 and not run_folder.is_complete(self._saving):
@@ -133,7 +133,7 @@ class Checkpoints(CheckpointManager):
                 for step in filterfalse(self._is_milestone, old):
                     try:
                         run_folder.purge(complete[step])
-                    except OSError as error:  # as in a layer of a container's image; the others go
+                    except OSError as error:  # as in a layer of a container image; the others are purged
                         logger.warning(f"{complete[step]} stays for now: {error.strerror}")
                 for path in run_folder.list_purged(self.folder):
                     self.purge_queue.put(str(path))
@@ -160,9 +160,9 @@ class Checkpoints(CheckpointManager):
         """The verified checkpoint that this run continues from. Newer ones that cannot be used are renamed.
 
         Raises:
-            Damaged: all checkpoints are.
+            Damaged: one is, and no other is usable.
             ReadFailed: whether one is damaged cannot be known.
-            UserError: the folder cannot be written, so no checkpoint could be saved; or there must have been a checkpoint.
+            UserError: the folder cannot be written, so no checkpoint could be saved; or a checkpoint is gone.
         """
         problems: dict[Path, str] = {}
         valid, damage = None, None
@@ -182,7 +182,7 @@ class Checkpoints(CheckpointManager):
         return valid
 
     def _list_checkpoints(self) -> list[tuple[Path, bool]]:
-        """(folder, whether it was ever complete) of all checkpoints, the newest first, from a folder that can be written."""
+        """(folder, whether it was ever complete) of all checkpoints, newest first. The folder must be writable."""
         Path(self.folder).mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=self.folder):
             pass
@@ -203,7 +203,7 @@ class Checkpoints(CheckpointManager):
             )
 
     def verified(self, checkpoint: str | Path) -> CheckpointFolder:
-        """A checkpoint whose checksums were compared, each rank a share of the files. All ranks call it; all raise or
+        """A checkpoint with verified checksums; each rank verifies a share of the files. All ranks call it; all raise or
         none.
 
         Raises:
@@ -229,7 +229,7 @@ class Checkpoints(CheckpointManager):
 
     @torch.no_grad()
     def read(self, start: CheckpointFolder | Path, *, model_only: bool = False) -> None:
-        """Load a checkpoint into the states of this run, or a Hugging Face folder, which is `model_only`, into the model."""
+        """Load a checkpoint into the states of this run, or a Hugging Face folder, with `model_only`, into the model."""
         state = self._states_to_load(model_only)
         if isinstance(start, CheckpointFolder):
             logger.info(f"Loading the checkpoint from {start.path}.")
@@ -273,7 +273,7 @@ class Checkpoints(CheckpointManager):
         return of_ranks[0][0]
 
     def _set_aside(self, problems: dict[Path, str]) -> None:
-        """Rename checkpoints to step-N.damaged. Of incomplete ones the newest stays, of others all."""
+        """Rename checkpoints to step-N.damaged. Of incomplete ones only the newest is kept, of others all."""
         for path, problem in problems.items():
             aside = Path(f"{path}.damaged")
             while look.is_there(aside):

@@ -1,7 +1,7 @@
 """Reads a checkpoint's folder (`pc_recipe.train.checkpoint_writer`) without executing anything in it, and verifies it.
 
-Torch unpickles the index without restrictions. This module takes it for data: a pickle gets hold of nothing that exists
-outside of it, so it can build an index and change nothing else. Tensors and values are read with `weights_only`.
+Torch unpickles the index without restrictions. This module treats it as data: the pickle can reach no existing
+object, so it can build an index and change nothing else. Tensors and values are read with `weights_only`.
 """
 
 import hashlib
@@ -74,8 +74,8 @@ class CheckpointFolder:
         except Exception as error:  # a damaged index can make the unpickler raise anything
             reason = " ".join(str(error).split())
             raise Damaged(f"{self.path / INDEX}: not the index of a checkpoint ({reason})") from None
-        # Folders that torch wrote have no checksums and are accepted. One that this module wrote says so in its index,
-        # so the file of checksums cannot get lost unnoticed.
+        # Folders that torch wrote have no checksums and are accepted. One from `checkpoint_writer` says in its index
+        # that it has them, so the file of checksums cannot get lost unnoticed.
         if not has_checksums and must_have_checksums:
             raise Damaged(f"{self.path / CHECKSUMS}: missing, so the checkpoint cannot be verified")
 
@@ -137,11 +137,11 @@ class CheckpointFolder:
 
 
 class Reader(FileSystemReader):
-    """Torch's reader with the restricted unpickler, for any number of ranks. It reads again what was refused, and an index
-    that it has read not again.
+    """Torch's reader with the restricted unpickler, for any number of ranks. It retries refused reads, and reads the
+    index once.
 
     Raises:
-        Damaged: the index names a file that is none of the checkpoint's.
+        Damaged: the index names a file that is not in the checkpoint, or the files lack part of an entry.
     """
 
     _read_index: Metadata | None = None
@@ -160,7 +160,7 @@ class Reader(FileSystemReader):
         for name in {info.relative_path for info in index.storage_data.values()}:
             # reading a device or a pipe would never end
             if Path(name).name != name or (size := look.size_of(inside(path, name))) is None:
-                raise Damaged(f"{path / INDEX}: names {name!r}, which is no file of this checkpoint")
+                raise Damaged(f"{path / INDEX}: names {name!r}, which is not a file of this checkpoint")
             sizes[name] = size
         _require_whole(index, sizes, path / INDEX)
         return index
@@ -170,7 +170,7 @@ class Reader(FileSystemReader):
 
 
 def _require_whole(index: Metadata, sizes: dict[str, int], file: Path) -> None:
-    """Raise `Damaged` unless every entry is in the files, which have these sizes; torch leaves as it was what is not."""
+    """Raise `Damaged` unless the files, of these sizes, hold every entry; torch would leave a missing one unloaded."""
     stored, used = Counter[str](), Counter[str]()
     for key, info in index.storage_data.items():
         if not 0 <= info.offset <= info.offset + info.length <= sizes[info.relative_path]:
@@ -186,12 +186,12 @@ def _require_whole(index: Metadata, sizes: dict[str, int], file: Path) -> None:
             is_whole &= elements == sum(math.prod(chunk.sizes) for chunk in entry.chunks)
             is_whole &= elements * entry.properties.dtype.itemsize <= stored[name]
         if not is_whole:
-            raise Damaged(f"{file}: {name!r:.200} is not whole in the files")
+            raise Damaged(f"{file}: {name!r:.200} is incomplete in the files")
 
 
 @contextmanager
 def plain_errors(path: str | Path) -> Iterator[None]:
-    """In place of torch's exception about the ranks, raise the `UserError` of one, or what the file system said."""
+    """Instead of torch's exception about the ranks, raise one rank's `UserError` or file-system error."""
     try:
         yield
     except CheckpointException as error:
@@ -204,7 +204,7 @@ def plain_errors(path: str | Path) -> Iterator[None]:
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """Torch's planner, which also reads values other than tensors with `weights_only`."""
+    """Torch's planner, but it reads values other than tensors with `weights_only`, too."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         plain = io.BytesIO()
@@ -217,15 +217,15 @@ class LoadPlanner(DefaultLoadPlanner):
 def _load_value(data: io.BytesIO, name: str) -> Any:
     try:
         return torch.load(data, weights_only=True)
-    except Exception as error:  # torch's own words advise to load it without restrictions
-        raise Damaged(f"{name} is no plain value ({type(error).__name__})") from None
+    except Exception as error:  # torch's message would advise loading it without restrictions
+        raise Damaged(f"{name} is not a plain value ({type(error).__name__})") from None
 
 
 class _StandIn(type):
-    """The type of what an index gets for the classes and functions that it names.
+    """The type of the stand-ins that an index gets for the classes and functions that it names.
 
-    A pickle may call what it gets, and set attributes of it. So it gets no class of torch, but a class that makes what
-    is wanted, and that cannot be changed.
+    A pickle may call them, and set their attributes. So it gets none of torch's classes, but classes that make their
+    instances, and that cannot be changed.
     """
 
     def __setattr__(cls, name: str, value: Any) -> None:
@@ -241,7 +241,7 @@ def _for_instances_of(cls: type) -> _StandIn:
 
 
 class _MemoryFormat(int):
-    """Equal to a member of torch's enum; the member itself is everybody's, and an index could change it."""
+    """Equal to a member of torch's enum; the member itself is shared, and an index could change it."""
 
     def __eq__(self, member: object) -> bool:
         return int(self) == getattr(member, "value", None)
@@ -266,7 +266,7 @@ _DATACLASSES = (
 _NAMES: dict[tuple[str, str], Any] = {
     **{("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
     **{(cls.__module__, cls.__name__): _for_instances_of(cls) for cls in _DATACLASSES},
-    # where Python 3.13 and later define paths, too
+    # Python 3.13 pickles paths under the second name
     **{
         (module, name): _stand_in(name, Path)
         for module in ("pathlib", "pathlib._local")
@@ -305,7 +305,7 @@ def _explain_missing_index(path: Path) -> str:
     if look.is_folder(path) and any(name.endswith(".distcp") for name in look.names(path)):
         return "incomplete checkpoint (no .metadata, which is written last); use an earlier step"
     if look.is_file(path / "config.json"):
-        return "a Hugging Face folder, no checkpoint; a run starts from it with checkpoint.initial_load_in_hf = true"
+        return "a Hugging Face folder, not a checkpoint; a run starts from it with checkpoint.initial_load_in_hf = true"
     # of a run, or of its folder of checkpoints
     newest = find_newest_checkpoint(path) or find_newest_checkpoint(path.parent)
     if newest and newest.is_relative_to(path):

@@ -1,6 +1,6 @@
 """Writes a checkpoint's folder with checksums (`pc_recipe.train.checkpoint_folder` reads it).
 
-A folder of torch.distributed.checkpoint holds `*.distcp` files with the tensors, by any number of ranks, and a pickled
+A folder of torch.distributed.checkpoint holds `*.distcp` files with the tensors, from any number of ranks, and a pickled
 index, `.metadata`, which is written last. Here it gets one more file, `XXH128SUMS`, in the format of the command
 `xxh128sum`, with a line for each other file; the index records that there is one. XXH3 detects damage at memory speed;
 it does not protect against forgery.
@@ -73,7 +73,7 @@ class _HashingFileSystem(FileSystem):
             try:
                 yield stream
             except RuntimeError as error:
-                # torch's archive, which is told the reason and then fails at its end once more
+                # torch's archive fails again when it closes; the context is the reason
                 raise error.__context__ or error
         self.sums[Path(path).name] = stream.digest.hexdigest()
 

@@ -16,7 +16,7 @@ WITHOUT_MEANING = "Peak flops undefined for"
 
 
 def start_logging(rank: int) -> None:
-    """Rank 0 prints every step; the others would print the same, so they print warnings alone."""
+    """Rank 0 prints every step; the others would print the same, so they print only warnings."""
     init_logger()
     logger.handlers[:] = [Console(sys.stdout)]
     logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)

@@ -61,7 +61,7 @@ def use_cpu_where_there_is_no_gpu() -> None:
     """
     if not is_cpu() or count_promised_gpus():
         return
-    import torchtitan.tools.utils as titan_utils  # here, because to count GPUs takes no torchtitan
+    import torchtitan.tools.utils as titan_utils  # here, because counting GPUs needs no torchtitan
 
     # Peak FLOP/s of a CPU are unknown, and so is MFU.
     replacements = {"device_type": "cpu", "device_module": CPU_MODULE, "get_peak_flops": lambda name: math.nan}

@@ -7,7 +7,7 @@ for step in ...:
     ...                                  # forward and backward passes
     diagnostics.begin_update(step)
     ...                                  # optimizer, PC(W) written
-    of_ranks = numbers.gather(diagnostics.measure(step))        # on every rank, as what follows
+    of_ranks = numbers.gather(diagnostics.measure(step))        # on every rank, like the next line
     metrics_processor.log_metrics(step, diagnostics.collect(step, of_ranks))
 """
 
@@ -78,8 +78,8 @@ class Diagnostics:
         """name and factor of each number of `measure`, for `RankNumbers`"""
 
     def _list_numbers(self) -> list[tuple[list[tuple[str, float]], Callable[[], Tensor]]]:
-        """Of each measurement the names and factors of its numbers, and what computes them on this rank. To log another, add
-        it here, and its metric in `_metrics_of_numbers`."""
+        """For each measurement, its numbers' names and factors, and what computes them on this rank. To log another, add it
+        here, and its metric in `_metrics_of_numbers`."""
         numbers: list[tuple[list[tuple[str, float]], Callable[[], Tensor]]] = [([(WEIGHT, 1.0)], self._squared_weights)]
         if self._preconditioner is not None:
             factors = [(REPLACED, 1.0 / self._replicas), (WORST, 1.0)]
@@ -161,14 +161,15 @@ class Diagnostics:
         return metrics
 
     def _say_replaced(self) -> None:
-        """Once, and then each time that the number has doubled."""
+        """Warn once, and then each time the number has doubled."""
         if self._replaced < max(1.0, 2 * self._said):
             return
         self._said = self._replaced
         own = list(self._preconditioner.replaced()) if self._preconditioner is not None else []
         logger.warning(
-            f"PC: {self._replaced:.0f} times so far a largest singular value was underestimated by more than a map allows, and found "
-            f"anew{' (' + ', '.join(own[:4]) + ')' if own else ''}; often means that optimizer.lr is high"
+            f"PC: {self._replaced:.0f} times so far, a largest singular value was underestimated by more than its "
+            f"map allows and found anew{' (' + ', '.join(own[:4]) + ')' if own else ''}; this often "
+            "means that optimizer.lr is high"
         )
 
     def _spectra_metrics(self) -> dict[str, float]:
@@ -224,7 +225,7 @@ class Diagnostics:
         """`function` of each matrix of all pipeline stages, {name: numbers}; it returns [B, count] on the owners."""
         outputs = [(torch.zeros(count, device=item[0].device, dtype=item[0].dtype),) for item in inputs]
         Plan(inputs, outputs, settings).run(function, inputs, outputs)
-        # with one synchronisation of the device
+        # one synchronisation of the device
         numbers = torch.stack([output for (output,) in outputs]).tolist() if outputs else []
         of_ranks: list[dict] = [{}] * dist.get_world_size()
         dist.all_gather_object(of_ranks, dict(zip(names, numbers, strict=True)))
@@ -241,7 +242,7 @@ def _spectral(_, weight: Tensor) -> tuple[Tensor]:
 
 
 def _largest_estimate_error(split: WeightSplit, weight: Tensor, u: Tensor, v: Tensor) -> tuple[Tensor]:
-    """The largest of a weight's matrices, [B, 1]."""
+    """The largest error among a weight's matrices, [B, 1]."""
     matrices = zip(split.split_weight(weight), split.split_u(u), split.split_v(v), strict=True)
     return (split.join([_estimate_error(*matrix) for matrix in matrices]).amax(-1, keepdim=True),)
 

@@ -27,11 +27,11 @@ DIFFERENCES_SHOWN = 4
 def write_environment(
     folder: str | Path, config: Config, world_size: int, step: int, tokenizer: dict[str, str] | None = None
 ) -> None:
-    """Write hardware, versions, commit, what the data contain and their tokenizer's names to `environment.json`.
+    """Write hardware, versions, commit, and checksums of data and tokenizer to `environment.json`.
 
     Args:
-        step: that the run continues from. After 0 it keeps, under "earlier", what was there before of other code, data,
-            number of processes or processor.
+        step: the one that the run continues from. If it is not 0, earlier parts of the run, with other code, data, number
+            of processes or processor, are kept under "earlier".
     """
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     content: dict[str, Any] = {
@@ -41,7 +41,7 @@ def write_environment(
         "data": data_checksums(config),
         "tokenizer": tokenizer,
         "gpus": gpus,
-        "cpu": torch.backends.cpu.get_cpu_capability(),  # another instruction set rounds otherwise
+        "cpu": torch.backends.cpu.get_cpu_capability(),  # another instruction set rounds differently
         "processor": read_processor(),
         "cpu_cores": len(os.sched_getaffinity(0)),
         "world_size": world_size,

@@ -22,7 +22,7 @@ def fingerprint(pc: PC, model: Model, tokenizer: dict[str, str]) -> dict[str, st
 
 
 def read_pc_settings(folder: CheckpointFolder) -> PC | None:
-    """The settings in a checkpoint's fingerprint; those that it leaves out are the defaults. None if it has none."""
+    """The settings in a checkpoint's fingerprint; those that it leaves out are the defaults. None without a fingerprint."""
     values = _read(folder)
     return PC.model_validate_json(values, extra="ignore") if values else None
 
@@ -41,7 +41,7 @@ def require_same_run(checkpoint: CheckpointFolder, pc: PC, optimizers: set[str])
     """Check that a checkpoint is of the same method and optimizer before a resume.
 
     Args:
-        optimizers: kinds in use, in small letters.
+        optimizers: kinds in use, in lower case.
 
     Raises:
         UserError: names the setting or the optimizers that differ.
@@ -63,7 +63,7 @@ def require_same_run(checkpoint: CheckpointFolder, pc: PC, optimizers: set[str])
 
 
 def require_same_model(checkpoint: CheckpointFolder, model: Model, shapes: dict[str, torch.Size]) -> None:
-    """Check that a checkpoint's model is the config's; older checkpoints name few sizes, and have their tensors to tell.
+    """Check that a checkpoint's model is the config's; older checkpoints name few sizes, so their tensors' shapes count too.
 
     Args:
         shapes: of the tensors that the model expects.

@@ -27,8 +27,9 @@ def prepare_micro_batch(model_parts: Iterable[nn.Module], parallelism: Paralleli
     """
     # FSDP's backward pass ends with a reduce-scatter among the ranks that share a replica and, with replicas (HSDP), an
     # all-reduce among these. Both are sums, so they may wait for the last micro-batch; until then gradients add up where
-    # they are. The all-reduce is of shards, so waiting costs no memory, and is done in both settings. Waiting with the
-    # reduce-scatter keeps whole gradients; not to reshard weights keeps whole weights, and saves the next all-gather.
+    # they are. The all-reduce is of shards, so waiting costs no memory, and is done in both settings. A later
+    # reduce-scatter keeps whole gradients until then; weights that are not resharded stay whole, which saves the next
+    # all-gather.
     for model in model_parts:
         assert isinstance(model, FSDPModule)
         if parallelism.syncs_once_per_step:

@@ -1,4 +1,4 @@
-"""A Hugging Face folder of weights: one model, and whether a run can start from it. Its imports take seconds."""
+"""Reads a Hugging Face folder of weights and checks whether a run can start from it. Its imports take seconds."""
 
 import json
 import re
@@ -65,7 +65,7 @@ def require_initial_load(path: str | Path, model_args: TransformerModelArgs) -> 
     for key in [key for key in found if key.endswith(".rotary_emb.inv_freq")]:  # Llama 2's own folders have them
         with safe_open(found[key].file, framework="pt") as tensors:
             frequencies = model_args.rope_theta ** -torch.arange(0, 1, 2 * model_args.n_heads / model_args.dim)
-            # they are saved in two bytes; of another base they differ by much more
+            # saved in two bytes each; with another base they differ by much more
             if not torch.allclose(tensors.get_tensor(key).float(), frequencies, rtol=1e-2):
                 raise UserError(
                     f"{path}: tensor {key} is not what the run's model has, rope_theta {model_args.rope_theta}"
@@ -79,7 +79,7 @@ def _read_config(folder: Path, tensors: Mapping[str, "Found"]) -> LlamaConfig:
     try:
         settings = read_settings(folder, tensors)
         if settings.get("model_type") != "llama":
-            raise UserError(f'model_type {settings.get("model_type")!r}, a run starts from "llama"')
+            raise UserError(f'model_type {settings.get("model_type")!r}, but a run starts only from "llama"')
         return LlamaConfig(**settings)
     except Exception as error:  # transformers checks types by an exception of its own
         raise UserError(f"{folder / 'config.json'}: {' '.join(str(error).split())[:200]}") from None
@@ -96,12 +96,12 @@ def read_settings(folder: Path, tensors: Mapping[str, "Found"]) -> dict[str, Any
     for name, number in _integers(settings):
         most = len(tensors) if "layer" in name else largest
         if number > most and not _MAY_BE_LARGER.search(name):
-            raise UserError(f"config.json has {name} = {number}, its weights at most {most}")
+            raise UserError(f"config.json has {name} = {number}, but its weights allow at most {most}")
     return settings
 
 
 _MAY_BE_LARGER = re.compile(r"_ids?$|theta|window|^(original_)?max_")
-"""Names of numbers to which no weight has to correspond."""
+"""Names of numbers that no size in the weights limits."""
 
 
 def _integers(value: Any, name: str = "") -> Iterator[tuple[str, int]]:
@@ -126,7 +126,7 @@ def find_tensors(folder: Path) -> dict[str, Found]:
     """{name: where it is} of the tensors in the single file or in those that the index names, as transformers reads them.
 
     Raises:
-        UserError: a file is missing or damaged, or another one has a tensor of the same name; TorchTitan would read any.
+        UserError: a file is missing or damaged, or another one has a tensor of the same name, which TorchTitan might read.
     """
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     used = [single]
@@ -137,9 +137,9 @@ def find_tensors(folder: Path) -> dict[str, Found]:
         names = look.names(folder)
         if not look.is_there(used[0]) and (other := [name for name in names if name.endswith(".bin")]):
             raise UserError(
-                f"{folder / other[0]} is no safetensors file: load it with transformers and `save_pretrained` it"
+                f"{folder / other[0]} is not a safetensors file: load it with transformers and `save_pretrained` it"
             )
-        if "adapter_config.json" in names:  # which would change the weights, and may name others
+        if "adapter_config.json" in names:  # it would change the weights, and may name other weights
             raise UserError(
                 "it has an adapter, adapter_config.json: `merge_and_unload` it with peft and save the result"
             )
@@ -153,7 +153,7 @@ def find_tensors(folder: Path) -> dict[str, Found]:
                         raise UserError(
                             f"tensor {key} is in {known.file.name} and in {file.name}: remove the wrong file"
                         )
-    except Exception as error:  # of safetensors, which has its own, or the file system
+    except Exception as error:  # safetensors has its own; or of the file system
         raise UserError(f"{folder}: {error}") from None
     return {key: one for key, one in found.items() if one.file in used}
 

@@ -79,7 +79,7 @@ class Llama2(Transformer):
 
 
 def draw_parameter(name: str, parameter: Tensor, args: Llama2Args) -> None:
-    """Initialise one parameter [n] or [n, m] in place (released code's scheme; see `initial_std`)."""
+    """Initialise one parameter [n] or [n, m] in place (the released code's scheme; see `initial_std`)."""
     if name.endswith("norm.weight"):
         parameter.fill_(1.0)
         return
@@ -98,7 +98,7 @@ def draw_parameter(name: str, parameter: Tensor, args: Llama2Args) -> None:
 
 def initial_std(name: str, args: Llama2Args) -> float:
     """Initial standard deviation of a matrix: embedding 1; wq, wk, wv, w1 `init_std`; wo, w2, w3 decreasing with depth;
-    both times the block's factor; head d^-0.5. Raises ValueError for any other parameter."""
+    each times the block's factor; head d^-0.5. Raises ValueError for any other parameter."""
     if name == "tok_embeddings.weight":
         return 1.0
     if name == "output.weight":

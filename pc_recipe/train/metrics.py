@@ -36,7 +36,7 @@ steps before it."""
 
 
 class Loggers(LoggerContainer):
-    """Gives what TorchTitan logs to each logger, every number once and under a short name."""
+    """Passes what TorchTitan logs to each logger, every number once and under a short name."""
 
     NAMES = {
         "loss_metrics/global_avg_loss": "loss",
@@ -93,7 +93,7 @@ class PCMetricsProcessor(MetricsProcessor):
         self._spikes: LossSpikes | None = None
         self._batches = RankBatches.of(config, parallel_dims.world_size)
         self._slow_ranks_sought_at: float | None = None
-        self._own_seconds: Any = 0.0  # [ranks, 2]: loading data, output layer; since slow ranks were sought
+        self._own_seconds: Any = 0.0  # [ranks, 2]: loading data, output layer; since the last search for slow ranks
         self._paused_at = self.time_last_log
         self._rank = rank = dist.get_rank() if dist.is_initialized() else 0
         self.progress = Progress(config, prints=rank == 0)
@@ -145,7 +145,7 @@ class PCMetricsProcessor(MetricsProcessor):
         self.time_last_log += time.perf_counter() - max(self._paused_at, self.time_last_log)
 
     def own_numbers(self, output_seconds: float) -> list[float]:
-        """`NUMBERS` of this rank since the last log. Call it before `log`, with which the next interval begins.
+        """`NUMBERS` of this rank since the last log. Call it before `log`, which begins the next interval.
 
         Args:
             output_seconds: of `slow_ranks.OutputTimes`.
@@ -172,7 +172,7 @@ class PCMetricsProcessor(MetricsProcessor):
         return "  ".join([self.progress.describe(step), *numbers, describe_seconds(more.get("seconds_left"))]).rstrip()
 
     def log_validation(self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None) -> None:
-        """TorchTitan's, and a line."""
+        """TorchTitan's, and a line on the console."""
         super().log_validation(loss, step, extra_metrics)
         seconds = (extra_metrics or {}).get("validation_seconds", 0.0)
         self.progress.add_validation(seconds)
@@ -183,7 +183,7 @@ class PCMetricsProcessor(MetricsProcessor):
         super().close()
 
     def _warn_of_slow_ranks(self) -> None:
-        """At most every `SECONDS_BETWEEN_SLOW_RANKS`."""
+        """Warns at most every `SECONDS_BETWEEN_SLOW_RANKS`."""
         now = time.monotonic()
         if self._slow_ranks_sought_at is None:  # the first step includes compilation
             self._slow_ranks_sought_at, self._own_seconds = now, 0.0
@@ -214,7 +214,7 @@ class PCMetricsProcessor(MetricsProcessor):
 
 
 def _spikes_so_far(run: Path) -> LossSpikes:
-    """The state after the losses that a run has logged, from its newest lines and the number of spikes that they say."""
+    """The state after the losses that a run has logged, from its newest lines and the number of spikes in them."""
     spikes, log = LossSpikes(), read_log(run, newest=LINES_FOR_SPIKES)
     for step, loss in log.series("loss").items():
         spikes.update(step, loss)

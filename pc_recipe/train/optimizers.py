@@ -25,7 +25,7 @@ from pc_recipe.config.sections import block_factor
 
 
 def is_hidden_matrix(name: str) -> bool:
-    """Whether the optimizer of the key `optimizer.name` trains a parameter. AdamW trains embedding, head, norms and gammas.
+    """Whether the optimizer that `optimizer.name` names trains a parameter. AdamW trains embedding, head, norms and gammas.
 
     Raises:
         ValueError: an unknown name, for which no optimizer is guessed.
@@ -40,7 +40,7 @@ def is_hidden_matrix(name: str) -> bool:
 
 
 class Optimizers(OptimizersContainer):
-    """AdamW, or the config's optimizer and AdamW, for each model part; with PC, of W in place of PC(W).
+    """AdamW, or the config's optimizer and AdamW, for each model part; with PC, they train W in place of PC(W).
 
     TorchTitan's container saves only one optimizer per model part; this one saves all.
     """
@@ -51,7 +51,7 @@ class Optimizers(OptimizersContainer):
         self.preconditioner: Preconditioner | None = None
         """PC's"""
         if any(True for model in model_parts for _ in named_weights(model)):
-            self.preconditioner = precondition(model_parts)  # first: groups are made by what W and gamma are named
+            self.preconditioner = precondition(model_parts)  # first: groups depend on the names of W and gamma
         self.by_part = [_build(model, config) for model in model_parts]
         self.optimizers = [optimizer for by_kind in self.by_part for optimizer in by_kind.values()]
         parameters = [p for model in model_parts for p in model.parameters()]
@@ -59,9 +59,9 @@ class Optimizers(OptimizersContainer):
         if self.preconditioner is not None:
             self.preconditioner.follow(*self.optimizers)
         self.saved_rates: list[float] = []
-        """those of the next step by the schedule of the checkpoint that was loaded"""
+        """learning rates of the next step by the loaded checkpoint's schedule"""
         self.skips_step = False
-        """whether this step is skipped, as the checkpoint manager wants to know too"""
+        """whether this step is skipped; the checkpoint manager reads it too"""
 
     def state_dict(self) -> dict[str, Any]:
         options = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -85,7 +85,7 @@ class Optimizers(OptimizersContainer):
         return [group["lr"] for group in self._groups()]
 
     def rate(self) -> float:
-        """That of the config's optimizer by the schedule now, without `lr_factors`; as on all pipeline stages."""
+        """The current rate of the config's optimizer, without `lr_factors`; the same on all pipeline stages."""
         group = self._groups()[0]
         return self._peak * (group["lr"] / group["initial_lr"] if group["initial_lr"] else 1.0)
 
@@ -115,7 +115,7 @@ class LRSchedulers(LRSchedulersContainer):
 
 
 def build_schedulers(optimizers: Optimizers, titan: Any, training_steps: int) -> LRSchedulers:
-    """TorchTitan's warmup, plateau and decay for every optimizer, by its own section `lr_scheduler`. After the schedule's
+    """TorchTitan's warmup, plateau and decay for every optimizer, from its section `lr_scheduler`. After the schedule's
     end, where TorchTitan's would rise again or fall below zero, the rate stays at that of its last step."""
     built = LRSchedulers(optimizers, build_lr_schedulers(optimizers, titan, training_steps))
     last = (titan.total_steps or training_steps) - 1
@@ -143,7 +143,7 @@ def _build(model: nn.Module, config: OptimizerSection) -> dict[str, torch.optim.
     for kind, by_setting in members.items():
         count = sum(parameter.numel() for some in by_setting.values() for parameter in some)
         logger.info(f"{kind} trains {count:,} parameters")
-        settings = sorted(by_setting, key=lambda setting: (setting[0] != 1, *setting))  # a factor of 1 first (`rates`)
+        settings = sorted(by_setting, key=lambda setting: (setting[0] != 1, *setting))  # a factor of 1 first (`rate`)
         groups = [_group(model, config, kind, *setting, by_setting[setting]) for setting in settings]
         if groups:
             made[kind.lower()] = KINDS[kind].build(groups, config)

@@ -10,14 +10,14 @@ from pc_recipe.config import Config
 from pc_recipe.files.run_log import describe_seconds
 
 FIRST_STEPS = 2
-"""so many steps of an attempt compile and warm up, and do not count"""
+"""The first steps of an attempt compile and warm up, and do not count."""
 RECENT = 20
-"""The time left is estimated from so many logged lines."""
+"""The time left is estimated from this many logged lines."""
 
 
 def is_due(step: int, freq: int, last: int) -> bool:
-    """In the first step and the last, and in every `freq`-th; never if `freq` is 0. So validations and diagnostics have both
-    ends of a run."""
+    """In the first step and the last, and in every `freq`-th; never if `freq` is 0. So validations and diagnostics cover
+    both ends of a run."""
     return freq > 0 and (step in (1, last) or step % freq == 0)
 
 
@@ -57,7 +57,7 @@ class Progress:
         )
 
     def describe(self, step: int) -> str:
-        """ "step 3/60", as wide for every step."""
+        """ "step 3/60", equally wide for every step."""
         return f"step {step:{len(str(self.steps))}}/{self.steps}"
 
     def show(self, step: int) -> None:

@@ -77,7 +77,7 @@ def _gradient(_: str, parameter: nn.Parameter) -> Tensor | None:
 
 
 class Agreement(NamedTuple):
-    """What all ranks know alike before an update."""
+    """What all ranks agree on before an update."""
 
     norm: Tensor
     """of the gradients, a scalar on the device"""

@@ -1,6 +1,6 @@
 """The tokenizer that weights belong to: a run keeps it in its folder and names it in its checkpoints.
 
-Weights under another tokenizer of as many entries load without a word, and are worthless. So checksums are compared
+Weights load silently with another tokenizer of the same size, and are then worthless. So checksums are compared
 wherever weights and a tokenizer meet: at a start, a resume, an export, when text is scored or generated.
 """
 
@@ -26,12 +26,12 @@ Names = dict[str, str]
 
 
 def describe(manifest: Manifest) -> Names:
-    """Of a data folder's tokenizer, as it is written to checkpoints."""
+    """Those of a data folder's tokenizer, as written to checkpoints."""
     return {"name": manifest.tokenizer.name, "sha256": manifest.tokenizer_sha256()}
 
 
 def keep(run: Path, manifest: Manifest) -> None:
-    """Write the tokenizer of a run's data to its folder; nothing if it is of format 1 and cannot be converted."""
+    """Write the tokenizer of a run's data to its folder; nothing if it cannot be loaded, as in some of format 1."""
     try:
         tokenizer = manifest.load_tokenizer()
     except UserError:
@@ -43,7 +43,7 @@ def of_run(checkpoint: CheckpointFolder, given: str | None = None) -> Tokenizer:
     """The tokenizer of a run's checkpoint.
 
     Args:
-        given: what the user takes for it, as in `load_tokenizer`.
+        given: the user's choice, as in `load_tokenizer`.
 
     Raises:
         UserError: it is gone, or is not the one that the checkpoint names.
@@ -64,7 +64,7 @@ def of_run(checkpoint: CheckpointFolder, given: str | None = None) -> Tokenizer:
 
 
 def data_folders(run: Path) -> list[Path]:
-    """Those that a run was trained on; raises a `UserError` if its config does not say it."""
+    """The folders that a run was trained on; raises a `UserError` if its config does not name them."""
     try:
         section = tomllib.loads((look.read(run / "config.toml") or b"").decode()).get("data", {})
         return [Path(folder) for folder in Data(path=section.get("path", Data().path)).folders]
@@ -73,10 +73,10 @@ def data_folders(run: Path) -> list[Path]:
 
 
 def data_of(run: Path, number: int = 0) -> Manifest:
-    """The data of a run, of several folders the first, which has its tokenizer, or another.
+    """The data of a run: folder `number`; the first has its tokenizer.
 
     Raises:
-        UserError: they are gone, or there are others in their place.
+        UserError: they are gone, or replaced by others.
     """
     restore = "restore it, or export the checkpoint with scripts/export_hf.py --tokenizer TOKENIZER and use the export"
     folder = data_folders(run)[number]
@@ -118,7 +118,7 @@ def require_for_start(start: CheckpointFolder | Path, manifest: Manifest) -> Non
 
 
 def exported_names(folder: Path) -> Names | None:
-    """What the config.json of an export says of its tokenizer; None of another folder."""
+    """What the config.json of an export says of its tokenizer; None for another folder."""
     with suppress(ValueError, TypeError, KeyError):
         names = json.loads(look.read(folder / "config.json") or b"{}")["tokenizer"]
         return {key: names[key] for key in ("name", "sha256")}
@@ -126,7 +126,7 @@ def exported_names(folder: Path) -> Names | None:
 
 
 def _of_hugging_face(folder: Path) -> list[Tokenizer]:
-    """Both forms that there may be; in Llama 2's they give other ids for runs of spaces."""
+    """Both forms of its tokenizer, if present; Llama 2's give different ids for runs of spaces."""
     found = [path for path, file in ((folder, FILE), (folder / SENTENCEPIECE, "")) if look.is_there(path / file)]
     if not found:
         raise UserError(f"no {FILE} beside the weights")

@@ -1,8 +1,8 @@
 """Which rank is slow, from times that no collective hides.
 
 In a step every rank waits for the slowest, so steps take equally long on all. Two parts of it hold no exchange between
-data-parallel ranks: loading data on the host, and from the output layer's input through the loss to the gradient of that
-input, on the device. Ranks of one tensor-parallel group wait for each other there and count as one.
+data-parallel ranks: loading data on the host and, on the device, all from the output layer's input through the loss to the
+gradient of that input. Ranks of one tensor-parallel group wait for each other there and count as one.
 """
 
 import time
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 ALLOWED = 0.1
-"""A rank may be so far behind the median: in loading, as a share of all time; in the output layer, of the median."""
+"""A rank may be this far behind the median: in loading, as a share of all time; in the output layer, of the median."""
 
 
 class OutputTimes:
@@ -64,7 +64,7 @@ def describe_slow_ranks(loading: Tensor, output: Tensor, passed: float) -> list[
 
 
 def _now():
-    """A time on the device, which does not wait, or of the host where that computes."""
+    """A time on the GPU, taken without waiting, or on the host if there is none."""
     if not torch.cuda.is_available():
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -75,5 +75,5 @@ def _now():
 def _seconds(begin, end) -> float:
     if not isinstance(begin, torch.cuda.Event):
         return end - begin
-    end.synchronize()  # a time that has not been taken yet is an error
+    end.synchronize()  # else `elapsed_time` may fail
     return begin.elapsed_time(end) / 1000

@@ -23,11 +23,11 @@ from pc_recipe.train.optimizers import Optimizers
 
 
 def load(config: Config, checkpointer: Checkpoints, optimizers: Optimizers) -> Path | None:
-    """Load what the run starts from into the states of the checkpointer. All ranks call it; nothing changes before all is
-    checked.
+    """Load what the run starts from into the states of the checkpointer. All ranks call it; nothing changes before all
+    checks have passed.
 
     Returns:
-        Its folder; None if there is nothing to load.
+        The folder loaded from; None if there is nothing to load.
 
     Raises:
         UserError: a checkpoint of another method, model or optimizer; initial weights that are not plain; or a folder of
@@ -46,7 +46,7 @@ def load(config: Config, checkpointer: Checkpoints, optimizers: Optimizers) -> P
         _require_same_run(newest, config, checkpointer)
         if saved := fingerprint.read_tokenizer(newest):
             run_tokenizer.require_equal(saved, names, f"{newest.path} belongs to", f"{data.folder} was made with")
-        checkpointer.exclude_from_loading = []  # it is for what a new run starts from
+        checkpointer.exclude_from_loading = []  # it applies only where a new run starts
         checkpointer.read(newest)
         if dist.get_rank() == 0:
             _say_what_changed(folder, config, optimizers)
@@ -68,7 +68,7 @@ def load(config: Config, checkpointer: Checkpoints, optimizers: Optimizers) -> P
         checkpointer.read(checkpoint, model_only=settings.initial_load_model_only)
     is_plain = newest is None and (settings.initial_load_in_hf or settings.initial_load_model_only)
     _take_loaded(config, optimizers, is_plain)
-    checkpointer.states["method"] = method  # a load puts the checkpoint's in its place, perhaps of an older version
+    checkpointer.states["method"] = method  # loading put the checkpoint's in its place, perhaps of an older version
     return newest.path if newest else initial
 
 
@@ -85,7 +85,7 @@ def _take_loaded(config: Config, optimizers: Optimizers, is_plain: bool) -> None
 
 
 def _say_what_changed(folder: Path, config: Config, optimizers: Optimizers) -> None:
-    """Name the keys that decide the result and differ from those of the run's earlier part; of the rates, the way back."""
+    """Warn of keys that decide the result and differ from the run's earlier part; of the rate, say how to go back."""
     earlier = read_config(folder) or config
     before, now = all_values(earlier), all_values(config)
     with contextlib.suppress(UserError):  # the earlier number of ranks is not known

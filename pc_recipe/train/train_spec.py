@@ -1,4 +1,4 @@
-"""What TorchTitan's trainer calls to make a run: this package's functions, with the run's `Config` for TorchTitan's."""
+"""What TorchTitan's trainer calls to make a run: this package's functions, given the run's `Config`."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from pc_recipe.train.optimizers import Optimizers, build_schedulers
 from pc_recipe.train.parallelize import parallelize
 from pc_recipe.train.validate import FixedValidator
 
-# TorchTitan calls what follows with its configuration; `ours` of it is the run's (`pc_recipe.train.upstream_config`).
+# TorchTitan passes its own configuration to these; its attribute `ours` is the run's (`pc_recipe.train.upstream_config`).
 
 
 def _build_dataloader(job_config: Any, dp_rank: int, dp_world_size: int, tokenizer: None) -> Any:
@@ -40,7 +40,7 @@ def _build_validator(job_config: Any, dp_rank: int, dp_world_size: int, **_) -> 
 
 
 class _AnySize(dict):
-    """For any size new arguments, which `Llama2Args.update_from_config` fills in."""
+    """New arguments for any size; `Llama2Args.update_from_config` fills them in."""
 
     def __missing__(self, _: str) -> Llama2Args:
         return Llama2Args()
@@ -52,7 +52,7 @@ TRAIN_SPEC = TrainSpec(
     parallelize_fn=lambda model, dims, titan: parallelize(model, dims, titan.ours),
     pipelining_fn=pipeline_llm,
     build_optimizers_fn=lambda model_parts, titan, dims: Optimizers(model_parts, titan.ours),
-    build_lr_schedulers_fn=build_schedulers,  # type: ignore[arg-type]  # of the optimizers that are made above
+    build_lr_schedulers_fn=build_schedulers,  # type: ignore[arg-type]  # takes the optimizers made above
     build_dataloader_fn=_build_dataloader,
     build_tokenizer_fn=None,
     build_loss_fn=build_cross_entropy_loss,

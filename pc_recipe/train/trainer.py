@@ -13,7 +13,7 @@ log                  one exchange of all numbers, if any are due; the host      
                      waits for it                                                `pc_recipe.train.diagnostics`
 validate             before TorchTitan saves the step's checkpoint               `pc_recipe.train.validate`
 
-TorchTitan's own step waits in between as well: to count tokens, for each batch that it copies, for each number it logs.
+TorchTitan's own step also waits in between: to count tokens, for each batch that it copies, for each number it logs.
 """
 
 import signal
@@ -90,12 +90,12 @@ class Trainer(torchtitan.train.Trainer):
         self._stop_requested = False
         """on this rank"""
         self._stop_agreed = False
-        """on any rank, before the last update"""
+        """on any rank, as agreed before the last update"""
         self._data_error: UserError | None = None
         """why this rank has no data for the next step"""
         self._has_stepped = False
         cpu.use_cpu_where_there_is_no_gpu()
-        # Before all that takes long: the launcher's children ignore the signal until they handle it.
+        # Before anything slow: the launcher's children ignore the signal until they handle it.
         signal.signal(signal.SIGUSR2, lambda *_: setattr(self, "_stop_requested", True))
         # All pipeline stages know the loss (`_log`); TorchTitan would warn that rank 0 does not.
         with replaced(torchtitan.train, CheckpointManager=Checkpoints, ensure_pp_loss_visible=_nothing):
@@ -142,7 +142,7 @@ class Trainer(torchtitan.train.Trainer):
             inputs, labels = next(batches)
             if index in (0, last) and not self.parallel_dims.pp_enabled:  # each call walks through all modules
                 fsdp_sync.prepare_micro_batch(self.model_parts, self.config.parallelism, index == last)
-            # Not blocking: from pageable memory the host waits for the copy, from pinned memory for nothing.
+            # Non-blocking: from pageable memory the host still waits for the copy, from pinned memory it does not.
             loss = self.forward_backward_step(
                 input_dict={name: tensor.to(self.device, non_blocking=True) for name, tensor in inputs.items()},
                 labels=labels.to(self.device, non_blocking=True),
@@ -236,8 +236,8 @@ class Trainer(torchtitan.train.Trainer):
     def _set_timeouts(self) -> None:
         """After the first step, set `comm.train_timeout_seconds` for all process groups that it has created.
 
-        TorchTitan does so only after step 1, which a resumed run does not have, not for the groups of `pc.owner`, and by
-        a private function of torch, which has a public one in its place from 2.15 on.
+        TorchTitan does so only after step 1, which a resumed run does not have, and not for the groups of `pc.owner`. It
+        uses a private function of torch, which 2.15 replaces by a public one.
         """
         dist.barrier(group=self.checkpointer.group)  # a rank's first step may take longer than the timeout
         timeout = timedelta(seconds=self.config.comm.train_timeout_seconds)
@@ -252,11 +252,11 @@ class Trainer(torchtitan.train.Trainer):
         """Load, and train to the end or to a request to stop.
 
         Args:
-            record: called on rank 0 with the step that this run continues from, 0 for a new one, once nothing can refuse
-                this start: the record of the run in the folder must not change before.
+            record: called on rank 0 with the step that this run continues from, 0 for a new one. It is called once nothing
+                can refuse this start: the run's record in the folder must not change before.
 
         Raises:
-            UserError: what `start.load` raises; or what was loaded is of a step after the last.
+            UserError: what `start.load` raises; or the loaded step is after the last.
         """
         folder, last = Path(self.config.job.dump_folder), self.config.training.steps
         loaded = start.load(self.config, self.checkpointer, self.optimizers)
@@ -272,7 +272,7 @@ class Trainer(torchtitan.train.Trainer):
         logger.info(self._describe_start())
         with replaced(torchtitan.train.dist_utils, set_pg_timeouts=_nothing):  # `_set_timeouts` does it
             super().train()
-        # A late request has nothing to stop; at its exit Python would restore the default, which is to end in failure.
+        # A late request has nothing to stop. At exit Python would restore the default handler, which kills the process.
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)
         if dist.get_rank() == 0:
             if self.stopped:
@@ -291,11 +291,11 @@ class Trainer(torchtitan.train.Trainer):
     def should_continue_training(self) -> bool:
         if not super().should_continue_training():
             return False
-        if not self._has_stepped:  # later the last step's exchange has told
+        if not self._has_stepped:  # later, the last step's exchange has told it
             wish = torch.tensor(self._stop_requested, dtype=torch.int)
             dist.all_reduce(wish, dist.ReduceOp.MAX, group=self.checkpointer.group)
             self._stop_agreed = bool(wish)
-        # A skipped step is never saved (`Checkpoints.save`). The next one is asked to stop, too.
+        # A skipped step is never saved (`Checkpoints.save`). The request then holds for the next step.
         self.stopped = self._stop_agreed and not self.optimizers.skips_step
         if self.stopped:
             saves = "saving" if self.checkpointer.enable else "checkpoint.enable = false, so nothing is saved of"

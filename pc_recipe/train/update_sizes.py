@@ -14,7 +14,7 @@ NORM, CHANGE = "norm/effective", "change"
 
 
 class UpdateSizes:
-    """Of the matrices that `entries` of `pc.blocks` match, also in a model without PC.
+    """Norms of the matrices that `entries` of `pc.blocks` match, also without PC.
 
     Create it while FSDP has the parameters sharded.
 
@@ -36,7 +36,7 @@ class UpdateSizes:
         """(name, factor) of each number that `stop` returns, for `RankNumbers`"""
 
     def start(self) -> None:
-        """Before the update, when activations are gone: it copies the weights."""
+        """Copy the weights: before the update, when activations are gone."""
         self._before = [local(weight).clone() for weight in self._weights]
 
     def stop(self) -> list[Tensor]:

@@ -1,7 +1,7 @@
 """TorchTitan's configuration, made of a run's `Config` where TorchTitan is called. Only this file names its classes.
 
 TorchTitan hands its configuration, or a section of it, to the functions of a TrainSpec (`pc_recipe.train.train_spec`),
-which need the run's: `ours` of what they get.
+which need the run's: the attribute `ours`.
 """
 
 from typing import Any

@@ -51,7 +51,7 @@ class FixedValidator:
 
     @torch.no_grad()
     def validate(self, trainer: Any) -> None:
-        """Log the loss; of several folders the mean by weight, and each one's loss. All ranks call it.
+        """Log the loss; with several folders, their weighted mean and each one's loss. All ranks call it.
 
         Args:
             trainer: the `pc_recipe.train.trainer.Trainer`.

@@ -133,7 +133,7 @@ REFUSED = {
     ),
     "only a pickle": (
         "one", lambda f, old: (torch.save({}, f / "pytorch_model.bin"), (f / "model.safetensors").unlink()),
-        r"hf/pytorch_model\.bin is no safetensors file: load it with transformers and `save_pretrained` it$",
+        r"hf/pytorch_model\.bin is not a safetensors file: load it with transformers and `save_pretrained` it$",
     ),
 }  # fmt: skip
 
