@@ -9,6 +9,8 @@ import tomllib
 from contextlib import suppress
 from pathlib import Path
 
+from torchtitan.tools.logging import logger
+
 from pc.errors import UserError
 from pc_recipe.config.schema import Data
 from pc_recipe.data.manifest import Manifest
@@ -31,10 +33,11 @@ def describe(manifest: Manifest) -> Names:
 
 
 def keep(run: Path, manifest: Manifest) -> None:
-    """Write the tokenizer of a run's data to its folder; nothing if it cannot be loaded, as in some of format 1."""
+    """Write the tokenizer of a run's data to its folder. Training needs none: one that cannot be loaded is a warning."""
     try:
         tokenizer = manifest.load_tokenizer()
-    except UserError:
+    except UserError as error:
+        logger.warning(f"{error}; the run keeps no tokenizer, so exports will need one from --tokenizer")
         return
     tokenizer.save(run / FOLDER)
 

@@ -148,6 +148,14 @@ def test_weights_of_an_older_version_belong_to_the_tokenizer_of_their_data(data,
         require_for_start(run, data["one"])
 
 
+def test_a_run_on_data_with_a_damaged_tokenizer_says_what_an_export_will_miss(data, tmp_path, caplog):
+    folder = shutil.copytree(data["one"].folder, tmp_path / "data")
+    shutil.copy(data["two"].folder / "tokenizer" / "tokenizer.json", folder / "tokenizer")
+    run_tokenizer.keep(tmp_path / "run", Manifest.read(folder))
+    assert "is not the one that made the shards; the run keeps no tokenizer, so exports will need" in caplog.text
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize("config", ["[]", "{", '{"tokenizer": "mine"}', '{"tokenizer": {"name": "x"}}'])
 def test_a_config_that_names_no_tokenizer_is_passed_over(config, data, tmp_path):
     make_tokenizer(tmp_path / "llama")
