@@ -421,7 +421,7 @@ class Preconditioner:
     def _may_move(self, optimizer: Optimizer) -> bool:
         """Whether a step may move W or gamma; with a learning rate of 0 only if gradients were pulled back before it. Asked
         before the step, which may clear the gradients."""
-        if not (self._is_pulled_back or _is_real(optimizer)) or not self._trained_by(optimizer):
+        if not (self._is_pulled_back or _has_rate(optimizer)) or not self._trained_by(optimizer):
             return False
         return any(p.grad is not None for weight in self.weights.values() for p in weight.trained)
 
@@ -472,8 +472,8 @@ class Preconditioner:
         self._note_versions()
 
 
-def _is_real(optimizer: Optimizer) -> bool:
-    """Not real: steps with a rate of 0, by which torch.distributed.checkpoint only creates optimizer state."""
+def _has_rate(optimizer: Optimizer) -> bool:
+    """Without one, as torch.distributed.checkpoint sets it, a step only creates the optimizer's state."""
     return any(group.get("lr") != 0 for group in optimizer.param_groups)
 
 
@@ -488,9 +488,9 @@ def _require_w(reference: "weakref.ref[Preconditioner]", optimizer: Optimizer, a
     if preconditioner is None or preconditioner._hooks:
         return
     held = followed.ids_of_parameters(optimizer)
-    is_real = _is_real(optimizer)
+    has_rate = _has_rate(optimizer)
     for weight in preconditioner.weights.values():
-        if is_real and weight.effective.grad is not None and id(weight.effective) in held:
+        if has_rate and weight.effective.grad is not None and id(weight.effective) in held:
             raise UserError(NOT_PULLED_BACK)
         if weight.orig.grad is not None and id(weight.effective) in held and id(weight.orig) not in held:
             raise UserError(

@@ -4,7 +4,7 @@ import re
 import sys
 from typing import Any, TextIO
 
-_STEERS = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]|(?<!^)\r(?!\n)")
+_CONTROLS = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]|(?<!^)\r(?!\n)")
 """Control characters, such as ESC; those that change the direction of text; lone surrogates, which cannot be encoded.
 Newlines and tabs stay, and a carriage return at the beginning, as progress bars write it: a later one would hide the text
 before it."""
@@ -12,7 +12,7 @@ before it."""
 
 def plain(text: str) -> str:
     r"""`text` with each character that controls a terminal replaced by its Python escape, such as \x1b."""
-    return _STEERS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 class _Plain:

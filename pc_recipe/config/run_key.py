@@ -94,7 +94,7 @@ def result_key(config: Config, world_size: int | None = None, data: dict[str, st
 def code_version() -> dict[str, str]:
     """What computes a result: versions of torch and TorchTitan, and a checksum of the files that a step depends on."""
     checkout, digest = Path(__file__).parents[2], hashlib.sha256()
-    files = [file for room in COMPUTES for file in look.files_below(checkout / room) if file.suffix == ".py"]
+    files = [file for folder in COMPUTES for file in look.files_below(checkout / folder) if file.suffix == ".py"]
     for file in sorted(files):
         digest.update(f"{file.relative_to(checkout)} {hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode())
     return {"torch": version("torch"), "torchtitan": version("torchtitan"), "files": digest.hexdigest()}

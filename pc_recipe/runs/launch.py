@@ -24,7 +24,7 @@ from pc_recipe.runs.nodes import Nodes
 TRAINER = "pc_recipe.runs.worker"
 ONE_MACHINE = Nodes()
 SECONDS_BETWEEN_PROGRESS_LINES = 20
-SECONDS_OF_ONE_WISH = 1.0
+SECONDS_OF_ONE_REQUEST = 1.0
 """Signals within this time count as one request to stop. `timeout`, for example, signals a process and then its group."""
 
 GLIBC_KEEPS_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_TOP_PAD_": str(2**26)}
@@ -99,7 +99,7 @@ class _Stop:
                     flush=True,
                 )
             self.ask()
-        elif time.monotonic() - self.number_at > SECONDS_OF_ONE_WISH:
+        elif time.monotonic() - self.number_at > SECONDS_OF_ONE_REQUEST:
             self._end()
 
     def ask(self) -> None:

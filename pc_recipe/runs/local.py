@@ -41,7 +41,7 @@ def main() -> None:
             f"--job.dump_folder.\n{describe_outcome(folder)}"
         )
         return
-    fetch_demo_data(config)
+    make_demo_data(config)
     check_data(report)
     report.raise_errors()
     if nodes.rank == 0 and is_locked(folder):
@@ -79,7 +79,7 @@ def main() -> None:
     sys.exit(status)
 
 
-def fetch_demo_data(config: Config) -> None:
+def make_demo_data(config: Config) -> None:
     """Create the demo data if the config reads them and they are missing."""
     demo = str(Data().path)
     if demo not in config.data.folders or look.is_file(Path(demo, "manifest.json")):

@@ -11,7 +11,7 @@ from torchtitan.tools.logging import init_logger, logger
 from tqdm import tqdm
 
 TORCHTITAN = str(Path(torchtitan.__file__).parent)
-WITHOUT_MEANING = "Peak flops undefined for"
+MEANINGLESS = "Peak flops undefined for"
 """TorchTitan then takes those of an A100; `pc_recipe.train.metrics` logs no MFU."""
 
 
@@ -26,10 +26,10 @@ class Console(logging.StreamHandler):
     """One line per record, above the bar if there is one."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        if record.getMessage().startswith(WITHOUT_MEANING):
+        if record.getMessage().startswith(MEANINGLESS):
             return False
-        is_told_better_here = record.pathname.startswith(TORCHTITAN) and record.module != "profiling"
-        return record.levelno > logging.INFO or not is_told_better_here
+        is_reported_here = record.pathname.startswith(TORCHTITAN) and record.module != "profiling"
+        return record.levelno > logging.INFO or not is_reported_here
 
     def format(self, record: logging.LogRecord) -> str:
         level = "" if record.levelno == logging.INFO else f"{record.levelname} "

@@ -12,7 +12,7 @@ from pc_recipe.files.lock import lock
 from pc_recipe.files.run_folder import find_newest_step, read_state, write_failure, write_state
 from pc_recipe.files.run_log import describe_seconds, find_last_step, read_log
 from pc_recipe.runs import launch
-from pc_recipe.runs.local import fetch_demo_data
+from pc_recipe.runs.local import make_demo_data
 from pc_recipe.runs.run import Run
 from pc_recipe.runs.sweep import equal_runs
 from pc_recipe.runs.sweep.results import collect, describe_status
@@ -47,7 +47,7 @@ def train_all(sweeps: Sequence[Sweep]) -> None:
                 f"that one, stop this one and run: rm -r {here} && ln -s {shlex.quote(str(other.resolve()))} {here}",
                 flush=True,
             )
-        fetch_demo_data(run.resolved)
+        make_demo_data(run.resolved)
         try:
             lock_file = lock(run.folder)
         except UserError:

@@ -251,7 +251,7 @@ def test_a_signal_that_was_ignored_stays_ignored(signalled, number):
 @pytest.mark.parametrize("asked", [False, True])
 def test_a_signal_that_comes_twice_at_once_is_one(signalled, monkeypatch, asked):
     """`timeout` sends it to the process and to the process's group, and other wishes to stop may precede it."""
-    monkeypatch.setattr(launch, "SECONDS_OF_ONE_WISH", 0.3)
+    monkeypatch.setattr(launch, "SECONDS_OF_ONE_REQUEST", 0.3)
 
     def send() -> None:
         if asked:
@@ -270,7 +270,7 @@ def test_sigquit_ends_the_command_at_once(signalled):
 def test_a_second_signal_ends_the_command_at_once(signalled, capfd):
     def send() -> None:
         os.kill(os.getpid(), signal.SIGINT)
-        threading.Timer(launch.SECONDS_OF_ONE_WISH + 0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+        threading.Timer(launch.SECONDS_OF_ONE_REQUEST + 0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
 
     begin = time.monotonic()
     assert signalled("signal.SIG_IGN", send) == (128 + signal.SIGINT, "ready\n")
