@@ -40,8 +40,8 @@ POLAR_EXPRESS: tuple[Coefficients, ...] = (
 LEVELS: dict[int | str, Map] = {**dict(sorted(COEFFICIENTS.items())), "polar_express": POLAR_EXPRESS}
 LEVEL_NAMES = ", ".join(map(str, LEVELS))
 
-# If the estimate s is too low, W / s has a singular value above 1. Levels 1 to 4 may be evaluated up to REACH: they stay
-# below 1.26 there. Polar Express is bounded on [0, OTHER_REACH], where a user's own maps are checked.
+# If the estimate s is too low, W / s has a singular value above 1. COEFFICIENTS may be evaluated up to REACH, where a test
+# holds them below 1.26. Polar Express is bounded on [0, OTHER_REACH], where a user's own maps are checked.
 REACH, OTHER_REACH = 1.2, 1.1
 # Own coefficients: the values that g may take on [0, OTHER_REACH], and how far g(1) may be from 1 without a warning.
 OWN_MAP_RANGE = (-0.05, 1.1)

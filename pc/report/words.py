@@ -34,7 +34,7 @@ LEGEND = (
     "Condition number: largest singular value over the mean of the smallest tenth; for a block, the geometric mean. "
     "Gaussian: that of random matrices of the same shapes (Marchenko-Pastur); times: the first over the second, so 1.00 is "
     "as at a random start. Ranks: means, and after the slash those of Gaussian matrices. Below 1 %: share of singular values "
-    "below 1 % of the largest. PC 1 to 4: the condition number of PC(W) at each level, if these were W."
+    "below 1 % of the largest. PC and a number: the condition number of PC(W) at that level, if these were W."
 )
 HOW = (
     "Singular values are computed from the eigenvalues of the Gram matrix in float64; where that could change the condition "

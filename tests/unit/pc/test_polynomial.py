@@ -14,6 +14,16 @@ def _matrix(n, m, batch=(), seed=0):
     return matrix / torch.linalg.matrix_norm(matrix, 2)[..., None, None]
 
 
+@pytest.mark.parametrize("level", [*LEVELS, (1.5, -0.5)])
+def test_maps_are_bounded_up_to_their_reach_and_keep_one(level):
+    """A level is not checked where it is used, as own coefficients are."""
+    map = maps.resolve(level)
+    values = [maps.evaluate(map, maps.reach(level) * i / 1000) for i in range(1001)]
+    assert -0.05 <= min(values) and max(values) < 1.26
+    assert maps.evaluate(map, 1.0) == pytest.approx(1.0, abs=1e-3)
+    assert level != "polar_express" or abs(maps.evaluate(map, 1.2)) > 1.26  # control
+
+
 def test_polar_express_flattens_nearly_everything():
     sigma = torch.linspace(0.01, 1.0, 1000, dtype=torch.float64)
     flat = maps.evaluate(maps.POLAR_EXPRESS, sigma)
