@@ -67,6 +67,8 @@ def test_entries_are_all_that_a_run_needs(copy, tiny_shards, tmp_path):
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("tests", ["--fast", "tests/unit/train/test_diagnostics.py"])
+@pytest.mark.parametrize(
+    "tests", ["--fast", "tests/unit/train/test_diagnostics.py", "tests/unit/train/test_optimizers.py"]
+)
 def test_the_tests_pass_with_the_entries(copy, tests):
     assert "passed" in copy("-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", tests)

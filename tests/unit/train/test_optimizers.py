@@ -5,6 +5,7 @@ import torch
 
 from helpers.tiny import model_args
 from pc_recipe.config import Config
+from pc_recipe.config.optimizers import KINDS
 from pc_recipe.train.llama2 import Llama2
 from pc_recipe.train.optimizers import Optimizers
 
@@ -42,6 +43,17 @@ def test_a_loaded_state_leaves_the_settings_of_the_config():
     loaded = other.state_dict()
     assert saved and all(torch.equal(loaded[key], tensor) for key, tensor in saved.items() if key.startswith("state."))
     assert {group["lr"] for optimizer in other.optimizers for group in optimizer.param_groups} == {2e-2}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_memory_estimate_counts_the_states_that_an_optimizer_keeps(name):
+    model, made = _made(name=name, muon_heads=[])
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    made.step()
+    weight = model.layers["0"].attention.wo.weight
+    states = [state for state in made.optimizers[0].state[weight].values() if state.shape == weight.shape]
+    assert len(states) == KINDS[name].states
 
 
 def test_a_block_has_its_own_rate_and_an_independent_decay_is_the_same_for_all():
