@@ -7,9 +7,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import torch
 from scipy import stats
-from torchtitan.components.lr_scheduler import build_lr_schedulers
 
 from experiments.contrasts import (
     Preregistration,
@@ -29,13 +27,13 @@ from experiments.evidence import (
     without_tuning_seeds,
 )
 from pc_recipe.config.model_sizes import shape_of
-from pc_recipe.config.schema import Config
 from pc_recipe.files import markdown
 from pc_recipe.files.atomic import write_atomically
 from pc_recipe.files.plots import save, short_tokens, subplots
 from pc_recipe.files.run_log import VALIDATION
 from pc_recipe.report import curves
 from pc_recipe.runs.sweep.spec import value_label
+from pc_recipe.train.optimizers import rate_factor
 
 NOTES = """
 Losses in nats per token, which for a vocabulary of bytes is per byte. ± is the standard error of the mean over seeds;
@@ -71,21 +69,14 @@ def regime_table(experiments: Sequence[Experiment]) -> str:
         config, run = one.config, one.reference[one.reference.best].iloc[0]
         steps, warm_up = config.training.steps, config.lr_scheduler.warmup_steps / config.training.steps
         rate = 1.0 if config.optimizer.independent_decay else run.rate
-        decay = config.optimizer.weight_decay * rate * sum(_schedule(config))
+        rates = map(rate_factor(config.lr_scheduler, steps), range(steps))
+        decay = config.optimizer.weight_decay * rate * sum(rates)
         std = config.model.init_std * math.sqrt(shape_of(config.model).dim)
         condition = curve(run.log, CONDITION[0])
         ends = "-" if condition.empty else f"{condition.iloc[0]:.1f} to {condition.iloc[-1]:.1f}"
         sizes = [f"{one.parameters:,}", f"{one.tokens_per_parameter:.3g}", f"{steps:,}"]
         rows.append([one.name, *sizes, f"{warm_up:.1%}", f"{decay:.2f}", f"{std:.2f}", ends])
     return markdown.table([*header.split("|"), "condition number of the reference, start to end"], rows)
-
-
-def _schedule(config: Config) -> list[float]:
-    """Each step's share of the peak rate, by TorchTitan; after the schedule's end that of its last step, as in training."""
-    steps, end = config.training.steps, config.lr_scheduler.total_steps or config.training.steps
-    optimizers: Any = [torch.optim.SGD([torch.zeros(1)], lr=1.0)]
-    [factor] = build_lr_schedulers(optimizers, config.lr_scheduler, steps).schedulers[0].lr_lambdas  # type: ignore
-    return [factor(min(step, end - 1)) for step in range(steps)]
 
 
 def arm_table(runs: pd.DataFrame) -> str:

@@ -86,7 +86,10 @@ class LRScheduler(Section):
         None, "Steps of the whole schedule, after which the rate stays constant; unset: training.steps."
     )
     decay_ratio: Fraction | None = key(None, "Share of the steps that decay, at the end; unset: all after the warmup.")
-    decay_type: Literal["linear", "sqrt", "cosine"] = key("linear", "Shape of the decay.")
+    decay_type: Literal["linear", "sqrt", "cosine"] = key(
+        "linear",
+        "Shape of the decay: at share t of its steps linear is 1 - t, sqrt 1 - t^0.5, cosine (1 + cos(pi t)) / 2.",
+    )
     min_lr_factor: Fraction = key(0.0, "The last learning rate as a share of the peak.")
 
 

@@ -1,5 +1,6 @@
 """A run's optimizers: parameter groups by name, checkpoints of all optimizer states, and PC around the step."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -97,8 +98,8 @@ class LRSchedulers(LRSchedulersContainer):
     """TorchTitan's schedulers. A checkpoint has the step of each kind of optimizer; the learning rates follow from the
     config, which may have changed."""
 
-    def __init__(self, optimizers: Optimizers, upstream: LRSchedulersContainer) -> None:
-        self.schedulers = upstream.schedulers
+    def __init__(self, optimizers: Optimizers, factor: Callable[[int], float]) -> None:
+        super().__init__(optimizers, factor)
         self._kinds = [kind for by_kind in optimizers.by_part for kind in by_kind]
 
     def state_dict(self) -> dict[str, Any]:
@@ -114,15 +115,19 @@ class LRSchedulers(LRSchedulersContainer):
                 group["lr"] = peak * factor(scheduler.last_epoch)
 
 
+def rate_factor(schedule: Any, training_steps: int) -> Callable[[int], float]:
+    """The function of a step, from 0, that gives its share of the peak rate: TorchTitan's warmup, plateau and decay, from
+    the section `lr_scheduler`. After the schedule's end, where TorchTitan's would rise again or fall below zero, the rate
+    stays at that of its last step."""
+    optimizers: Any = [torch.optim.SGD([torch.zeros(1)], lr=1.0)]  # TorchTitan makes its function for optimizers alone
+    [factor] = build_lr_schedulers(optimizers, schedule, training_steps).schedulers[0].lr_lambdas  # type: ignore
+    last = (schedule.total_steps or training_steps) - 1
+    return lambda step: factor(min(step, last))
+
+
 def build_schedulers(optimizers: Optimizers, titan: Any, training_steps: int) -> LRSchedulers:
-    """TorchTitan's warmup, plateau and decay for every optimizer, from its section `lr_scheduler`. After the schedule's
-    end, where TorchTitan's would rise again or fall below zero, the rate stays at that of its last step."""
-    built = LRSchedulers(optimizers, build_lr_schedulers(optimizers, titan, training_steps))
-    last = (titan.total_steps or training_steps) - 1
-    for scheduler in built.schedulers:
-        factors: list[Any] = scheduler.lr_lambdas  # type: ignore[attr-defined]
-        factors[:] = [lambda step, factor=factor: factor(min(step, last)) for factor in factors]
-    return built
+    """`rate_factor` for every optimizer; titan: TorchTitan's own section `lr_scheduler`."""
+    return LRSchedulers(optimizers, rate_factor(titan, training_steps))
 
 
 def _build(model: nn.Module, config: OptimizerSection) -> dict[str, torch.optim.Optimizer]:

@@ -1,13 +1,16 @@
 """Each parameter is trained by one optimizer, as its block asks for; a loaded state leaves the config's settings."""
 
+from typing import get_args
+
 import pytest
 import torch
 
 from helpers.tiny import model_args
 from pc_recipe.config import Config
 from pc_recipe.config.optimizers import KINDS
+from pc_recipe.config.schema import LRScheduler
 from pc_recipe.train.llama2 import Llama2
-from pc_recipe.train.optimizers import Optimizers
+from pc_recipe.train.optimizers import Optimizers, rate_factor
 
 
 def _made(**settings):
@@ -106,3 +109,15 @@ def test_hidden_matrices_keep_their_norms_at_a_rate_of_their_own(name):
             torch.testing.assert_close(new.norm(), old.norm(), rtol=1e-6, atol=0)
         else:  # AdamW's first step, with its decay
             torch.testing.assert_close(new, old * (1 - 1e-4) - 1e-3 * parameter.grad.sign(), rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("decay_type", get_args(LRScheduler.model_fields["decay_type"].annotation))
+def test_each_decay_falls_from_the_peak_to_the_least_and_stays(decay_type):
+    """One that only the schema knows would end a run where its decay begins."""
+    schedule = LRScheduler(warmup_steps=5, decay_ratio=0.5, min_lr_factor=0.1, decay_type=decay_type)
+    factor = rate_factor(schedule, 1000)
+    factors = [factor(step) for step in range(1100)]
+    assert factors[:6] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, 1.0])
+    assert factors[5:501] == [1.0] * 496 and factors[5:] == sorted(factors[5:], reverse=True)
+    assert factors[999:] == [pytest.approx(0.1, abs=0.002)] * 101  # TorchTitan's last step is one before the least
+    assert factors[600] < 0.98
