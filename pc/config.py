@@ -62,8 +62,8 @@ class PCConfig:
     )
     blocks: tuple[str, ...] = _key(
         ("o", "ffn"),
-        "Weights to precondition: q, k, v, o, gate, up, down, the groups qk and ffn, or patterns of module or parameter "
-        "names such as model.layers.*.mlp.fc1.",
+        f"Weights to precondition: {', '.join(BLOCK_SUFFIXES)}, the groups {' and '.join(BLOCK_GROUPS)}, or patterns of "
+        "module or parameter names such as model.layers.*.mlp.fc1.",
     )
     heads: tuple[Literal["q", "k", "v"], ...] = _key((), "Blocks whose weights are one matrix for each attention head.")
     splits: Mapping[str, MatrixSplit | None] | None = _key(

@@ -8,7 +8,7 @@ from torch import nn
 import pc
 from helpers.toy import ToyBlock
 from pc import MatrixSplit, PCConfig, PCLinear, UserError
-from pc.blocks import block_of
+from pc.blocks import BLOCK_GROUPS, BLOCK_SUFFIXES, block_of
 from pc.layer import put_in_graph
 
 pytestmark = pytest.mark.fast
@@ -36,6 +36,12 @@ def test_blocks_groups_patterns_and_levels():
     assert levels == {"0.attention.wq": 1, "0.attention.wk": 1, "0.attention.wv": "polar_express"}
     model = nn.ModuleDict({"encoder": nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 3))})
     assert _names(pc.attach(model, PCConfig(blocks=("encoder.[02]",)))) == {"encoder.0", "encoder.2"}
+
+
+@pytest.mark.parametrize("group", BLOCK_GROUPS)
+def test_a_group_is_of_blocks_that_there_are(group):
+    """A misspelt one would match no layer, and nothing would say so while the others do."""
+    assert set(BLOCK_GROUPS[group]) <= BLOCK_SUFFIXES.keys() and group not in BLOCK_SUFFIXES
 
 
 def test_a_pattern_leaves_rows_of_another_name_out():
