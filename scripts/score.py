@@ -21,7 +21,7 @@ def main() -> None:
     parser.add_argument("--data", help="folder of scripts/fetch_eval_data.py (default: the Hub)")
     parser.add_argument("--limit", type=at_least_one, help="first items of each task, for a quick look (default: all)")
     parser.add_argument("--output", default="outputs/scores", help="default: outputs/scores")
-    parser.add_argument("--tasks", help="comma-separated; default: all nine")
+    parser.add_argument("--tasks", help="comma-separated; default: the paper's nine")
     parser.add_argument("--batch-size", type=at_least_one, default=16, help="requests per forward pass (default: 16)")
     arguments = vars(parser.parse_args())
     for model in arguments["models"]:

@@ -31,7 +31,7 @@ def score(
     models: Sequence[str],
     *,
     output: str | Path,
-    names: Sequence[str] = tuple(tasks.METRICS),
+    names: Sequence[str] = tasks.PAPERS,
     data: str | Path | None = None,
     limit: int | None = None,
     batch_size: int = 16,

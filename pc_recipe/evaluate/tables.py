@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from pc_recipe.evaluate.tasks import METRICS, SHORT_NAMES
+from pc_recipe.evaluate.tasks import METRICS, PAPERS, SHORT_NAMES
 from pc_recipe.files import markdown, plots
 from pc_recipe.files.atomic import write_atomically
 
@@ -95,8 +95,8 @@ def _markdown(values: pd.DataFrame, errors: pd.DataFrame, bold: np.ndarray, titl
         "Zero-shot, value ± standard error. Bold: better than the other of its pair by more than the standard error of their "
         "difference on the same items."
     ]
-    if missing := [name for name in METRICS if name not in names]:
-        notes.append(f"**Not the paper's average**: without {', '.join(missing)}.")
+    if set(names) != set(PAPERS):
+        notes.append(f"**Not the paper's average**, which is over {', '.join(PAPERS)}.")
     if partial:
         notes.insert(0, f"**{partial}.**")
     header = [f"{title} ({METRICS[name]})" for title, name in zip(titles, names, strict=True)]

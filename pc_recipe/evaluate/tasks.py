@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import lm_eval
 from datasets import Dataset
@@ -17,7 +17,8 @@ from pc_recipe.files import look
 
 # Each task's name in tables, metric, and folder in lm-eval's package. Metrics are those of the paper's
 # table of downstream evaluation: accuracy, normalised by length where the paper does so.
-_TASKS = {
+_Task = tuple[str, Literal["acc", "acc_norm"], str]
+_PAPERS: dict[str, _Task] = {
     "lambada_openai": ("LAMBADA", "acc", "lambada"),
     "hellaswag": ("HellaSwag", "acc_norm", "hellaswag"),
     "winogrande": ("WinoGrande", "acc", "winogrande"),
@@ -28,6 +29,9 @@ _TASKS = {
     "commonsense_qa": ("CSQA", "acc", "commonsense_qa"),
     "openbookqa": ("OBQA", "acc_norm", "openbookqa"),
 }
+_OTHERS: dict[str, _Task] = {}  # scored where --tasks names them; the paper's average is without them
+_TASKS = _PAPERS | _OTHERS
+PAPERS = tuple(_PAPERS)
 SHORT_NAMES = {task: name for task, (name, _, _) in _TASKS.items()}
 METRICS = {task: metric for task, (_, metric, _) in _TASKS.items()}
 

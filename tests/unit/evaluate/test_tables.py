@@ -5,7 +5,7 @@ import csv
 import pytest
 
 from pc_recipe.evaluate import tables
-from pc_recipe.evaluate.tasks import METRICS
+from pc_recipe.evaluate.tasks import METRICS, PAPERS
 
 
 def result(name, value, error=0.03, limit=None):
@@ -26,7 +26,7 @@ def written(results, names, folder):
 def test_four_models_in_pairs(tmp_path):
     results = [result("A", 0.2), result("A|PC", 0.4), result("B", 0.6), result("B|PC", 0.4)]
     results[0]["tasks"]["lambada_openai"]["variant"] = "text without line breaks"
-    text, rows = written(results, list(METRICS), tmp_path)
+    text, rows = written(results, list(PAPERS), tmp_path)
     assert rows["A", "piqa"]["value"] == "0.2" and rows["A", "hellaswag"]["value"] == "0.1"  # acc_norm
     # five tasks with acc, four with acc_norm, which is half of it here
     (of_b,) = (line for line in text.splitlines() if line.startswith("| B |"))
@@ -62,3 +62,11 @@ def test_bold_is_a_lead_beyond_a_paired_standard_error(tmp_path):
         assert ("**0.6000**" in text, "**0.5000**" in text) == (is_bold, False)
     errors = tables.paired_errors(of("A", base), of("B", nested), ["piqa"])
     assert errors == [pytest.approx(0.3078 / 20**0.5, abs=1e-4)] * 2
+
+
+def test_a_task_beside_the_papers_is_not_in_the_papers_average(tmp_path, monkeypatch):
+    monkeypatch.setitem(tables.METRICS, "sciq", "acc")
+    monkeypatch.setitem(tables.SHORT_NAMES, "sciq", "SciQ")
+    for names, is_papers in (([*PAPERS], True), ([*PAPERS, "sciq"], False), ([*PAPERS[:8]], False)):
+        text, _ = written([result("A", 0.2)], names, tmp_path)
+        assert ("Not the paper's average" in text) != is_papers
