@@ -118,7 +118,7 @@ class Diagnostics:
     def measure(self, step: int) -> list[Tensor]:
         """This rank's numbers after the optimizer step, in the order of `factors`; zeros if they are not due at `step`.
 
-        Weights are those after the step, outputs those during the step.
+        Weights are those after the step, outputs those during the step, gradients as clipping left them.
         """
         update = len(self._update.factors)
         zeros = local(next(self._model_parts[0].parameters())).new_zeros

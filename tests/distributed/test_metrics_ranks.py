@@ -1,6 +1,7 @@
 """Diagnostics over ranks against one process, whose own are compared with a float64 SVD in unit/train/test_diagnostics."""
 
 import json
+import re
 
 from helpers import tiny
 from helpers.ranks import run_ranks
@@ -27,9 +28,13 @@ KINDS = ("signal/", "norm/", "pc/gamma/", "spectra/condition/", "spectra/gmcn/",
 QUIET = ["--validation.enable", "false", "--checkpoint.enable", "false"]
 
 
+def _lines(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
 def _measured(folder):
     """All numbers of diagnostics that a run logged: those of lines without its loss."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = _lines(folder)
     measured = {key: value for line in lines if "loss" not in line for key, value in line.items()}
     return {key: measured[key] for key in measured.keys() - {"step", "tokens", "time"}}
 
@@ -50,3 +55,14 @@ def test_ranks_agree_with_one_process(tiny_config, tmp_path):
             # float32 sums in another order; the estimate's error is a difference of nearly equal numbers
             tolerance = 2e-6 if "estimate_error" in key else 2e-5 * abs(expected[key])
             assert abs(metrics[key] - expected[key]) <= tolerance, (layout, key)
+
+
+def test_each_logged_number_has_its_row_in_the_table(tiny_config):
+    config, folder = tiny_config
+    run_ranks(1, tiny.train, config, WORDS)
+    rows = re.findall(r"^\| (`.*?) \|", (tiny.ROOT / "docs" / "analysis.md").read_text(), re.MULTILINE)
+    names = re.findall("`(.*?)`", " ".join(rows))
+    patterns = [re.sub("<.*?>", "[^/]+", re.sub("{(.*?)}", r"(\1)", name).replace(",", "|")) for name in names]
+    logged = {name for line in _lines(folder) for name in line}
+    assert {"loss", "validation_loss", "pc/gamma/layers.0.attention.wo"} <= logged
+    assert not {name for name in logged if not any(re.fullmatch(pattern, name) for pattern in patterns)}
