@@ -19,7 +19,7 @@ from pc.maps import COEFFICIENTS, evaluate, stages
 from pc.matrices import Stored, stored_weights
 from pc.spectral import modified_condition_number, singular_values
 
-PAPER_LEVELS = tuple(sorted(COEFFICIENTS))
+NUMBERED_LEVELS = tuple(sorted(COEFFICIENTS))
 PC_BLOCKS = ("o", "gate", "up", "down")  # those of PCConfig's default
 SMALL = 0.01
 GRAM_ERROR = 1e-10
@@ -124,7 +124,7 @@ class Measured:
     @cached_property
     def condition_at(self) -> dict[int, float]:
         """Condition number of PC(W) by level."""
-        return {level: modified_condition_number(self.sigma_at(level)).item() for level in PAPER_LEVELS}
+        return {level: modified_condition_number(self.sigma_at(level)).item() for level in NUMBERED_LEVELS}
 
     def as_dict(self) -> dict:
         """For JSON, which has no infinity: None in its place."""

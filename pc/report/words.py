@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from pc.measure import PAPER_LEVELS, PC_BLOCKS, Conditioning, Measured, geometric_mean
+from pc.measure import NUMBERED_LEVELS, PC_BLOCKS, Conditioning, Measured, geometric_mean
 from pc.targets import counted, wildcard_layers
 
 TOKENS = 500_000  # of a step, in the text about the cost
@@ -28,7 +28,7 @@ WITH_PC = "Trained with PC: only another run shows how it would have ended witho
 
 BLOCK_HEADER = (
     "block", "matrices", "condition number", "Gaussian", "times", "worst", "stable rank", "effective rank", "below 1 %",
-    *(f"PC {level}" for level in PAPER_LEVELS),
+    *(f"PC {level}" for level in NUMBERED_LEVELS),
 )  # fmt: skip
 LEGEND = (
     "Condition number: largest singular value over the mean of the smallest tenth; for a block, the geometric mean. "
@@ -65,7 +65,7 @@ def block_row(block: str, matrices: Sequence[Measured]) -> list[str]:
         mean("stable_rank"),
         mean("effective_rank"),
         f"{100 * sum(m.figures.small for m in matrices) / len(matrices):.1f} %",
-        *(number(geometric_mean(m.condition_at[level] for m in matrices)) for level in PAPER_LEVELS),
+        *(number(geometric_mean(m.condition_at[level] for m in matrices)) for level in NUMBERED_LEVELS),
     ]
 
 
