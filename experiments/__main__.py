@@ -1,4 +1,4 @@
-"""Sweeps as evidence: collect their runs in one file, and make tables with n and noise from it.
+"""Collect the runs of sweeps in one file, and make tables with n and noise from it.
 
 python -m experiments collect outputs/sweeps/NAME... --study NAME --output experiments/NAME
 python -m experiments report experiments/NAME
@@ -25,9 +25,9 @@ def main() -> None:
     actions = parser.add_subparsers(dest="action", required=True)
     collecting = actions.add_parser("collect", help="add finished and diverged runs to runs.jsonl")
     collecting.add_argument(
-        "sweeps", type=_with_results, nargs="+", help="folders with results.jsonl; the reference's first"
+        "sweeps", type=_with_results, nargs="+", help="sweep folders with results.jsonl; the reference arm's first"
     )
-    collecting.add_argument("--study", help="name of what is compared (default: the first folder's)")
+    collecting.add_argument("--study", help="name of the comparison (default: the first folder's)")
     collecting.add_argument("--output", type=Path, required=True, help="the experiment's folder")
     reporting = actions.add_parser("report", help="tables.md and a figure for each study, from runs.jsonl")
     reporting.add_argument("folder", type=_with_runs, help="the experiment's folder")

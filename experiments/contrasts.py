@@ -1,4 +1,4 @@
-"""The test that an experiment's plan.toml wrote down before the first run, applied to its runs."""
+"""The tests that an experiment's plan.toml fixed before the first run, applied to its runs."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,32 +19,32 @@ class Question(Section):
     """Contrasts that answer one question together."""
 
     name: Text = key("", "The question, in a word.")
-    contrasts: list[Contrast] = key([], "[arm, arm that is subtracted] of each row.")
-    holm: bool = key(False, "Correct for the number of rows (Holm); not for a claim that needs all of them.")
+    contrasts: list[Contrast] = key([], "[arm, arm to subtract], for each row.")
+    holm: bool = key(False, "Correct p for the number of rows (Holm); leave off for a claim that needs all of them.")
 
 
 class Preregistration(Section):
     """The keys of plan.toml."""
 
     margin: Positive = key(0.008, 'Nats: an interval inside +- margin says "no difference".')
-    tuning_seeds: list[int] = key([], "Seeds that choose the rates; empty: the first.")
+    tuning_seeds: list[int] = key([], "Seeds that choose the rates; empty: the first seed.")
     test_seeds: list[int] = key([], "Seeds that are tested; empty: all that chose no rate.")
     questions: list[Question] = key([], "What is tested.")
     paired: bool = key(True, "Compare by seed (Student); false: the means of two groups of seeds (Welch).")
-    shared_runs: list[Text] = key([], "runs.jsonl of others, whose runs of the same model and steps are arms too.")
+    shared_runs: list[Text] = key([], "Others' runs.jsonl; their runs of the same model and steps become arms too.")
 
 
 def read_preregistration(folder: Path) -> Preregistration:
-    """`folder`/plan.toml; the defaults without one."""
+    """Read `folder`/plan.toml; without one, the defaults."""
     file = folder / "plan.toml"
     return resolve(file, [], Preregistration) if look.is_file(file) else Preregistration()
 
 
 def contrast_table(runs: pd.DataFrame, preregistration: Preregistration) -> str:
-    """A row for each planned contrast whose arms both ran on two seeds or more that are tested; "" without one.
+    """A row for each planned contrast with two tested seeds or more in both arms; "" if there is none.
 
-    Holm's correction is for all planned rows of a question: one that did not run, or cannot be tested because a run
-    diverged, counts too.
+    Holm's correction counts all planned rows of a question, also one that did not run or cannot be tested because a run
+    diverged.
 
     Args:
         runs: of one experiment (`evidence.Experiment.runs`).
@@ -65,14 +65,14 @@ def contrast_table(runs: pd.DataFrame, preregistration: Preregistration) -> str:
 
 
 def _samples(losses: pd.DataFrame, arm: str, reference: str, paired: bool) -> tuple[pd.Series, pd.Series]:
-    """The final losses of both, infinite where one diverged; paired: of the seeds that ran in both."""
+    """Final losses of both arms, infinite where a run diverged; if `paired`, of the seeds that ran in both."""
     both = losses.reindex(columns=[arm, reference])
     both = both.dropna() if paired else both
     return both[arm].dropna(), both[reference].dropna()
 
 
 def compare_means(arm: pd.Series, reference: pd.Series, paired: bool) -> Any:
-    """Student's test of the differences by seed, or Welch's; None if a run diverged or a sample has less than two."""
+    """Student's test of differences by seed, or Welch's; None if a run diverged or a sample has fewer than two losses."""
     if min(len(arm), len(reference)) < 2 or not np.isfinite([*arm, *reference]).all():
         return None
     return stats.ttest_rel(arm, reference) if paired else stats.ttest_ind(arm, reference, equal_var=False)
@@ -89,12 +89,12 @@ def _cells(arm: pd.Series, reference: pd.Series, test: Any, corrected: float | N
 
 
 def interval_and_verdict(test: Any, margin: float, corrected: float | None = None) -> tuple[str, str]:
-    """The 95 % interval of a difference, and what it says: lower, higher, no difference (inside ± `margin`), undecided; no test
-    without one.
+    """The 95 % interval of a difference, and its verdict: lower, higher, no difference (inside ±`margin`) or undecided; "no
+    test" if `test` is None.
 
     Args:
-        test: of `compare_means`.
-        corrected: its p by Holm, which decides in place of its own.
+        test: the result of `compare_means`.
+        corrected: p by Holm; if given, it decides in place of the test's own p.
     """
     if test is None:
         return "-", "no test"
@@ -108,7 +108,7 @@ def interval_and_verdict(test: Any, margin: float, corrected: float | None = Non
 
 
 def holm(p_values: list[float]) -> list[float]:
-    """Holm's correction: the smallest of n times n, the next times n - 1, and so on, never falling; at most 1."""
+    """Holm's correction: the smallest of n p-values times n, the next times n - 1, and so on; non-decreasing, at most 1."""
     order = np.argsort(p_values)
     scaled = np.array(p_values)[order] * np.arange(len(p_values), 0, -1)
     corrected = np.empty(len(p_values))

@@ -1,11 +1,11 @@
 """Runs of sweeps as evidence: arms, each at its own best learning rate, and their differences by seed.
 
-An *arm* is a sweep's variant, or one combination of its settings, whatever the learning rate (the length of a step, for
-AdamH and MuonH); the first arm is the reference. An arm's rate is the one with the lowest final validation loss on the
-tuning seeds: those that the plan names, else the first. If other seeds were run at that rate, only they are used (of these
-the test seeds, if the plan names them), so that no figure is one by which the rate was chosen. An *experiment* is the arms
-of one model size, vocabulary and number of steps, validated on as many sequences of one length, and of one optimizer unless
-variants name them; a *study* is one or several experiments that are reported together.
+An *arm* is a sweep's variant, or one combination of its settings other than the learning rate (for AdamH and MuonH, the
+length of a step). The first arm is the reference. An arm's rate is the one with the lowest mean final validation loss on
+the tuning seeds: those that the plan names, else the first. If other seeds ran at that rate, only they are reported (of
+these the test seeds, if the plan names any), so no reported loss chose the rate. An *experiment* is the arms that share
+model size, vocabulary, number of steps, number and length of validation sequences, and the optimizer unless variants name
+it. A *study* is one or several experiments that are reported together.
 
 An experiment's folder has `runs.jsonl`, one line per run with its config, environment and log, and what
 `experiments.tables` makes from it: `tables.md` and a figure for each study.
@@ -38,7 +38,7 @@ from pc_recipe.runs.sweep.spec import label
 from pc_recipe.train.llama2 import Llama2, Llama2Args
 
 RATES = {"optimizer.lr", "optimizer.hyperball_lr"}
-"""Settings that are an arm's rate, by its optimizer."""
+"""Settings that can be an arm's rate; its optimizer decides which."""
 CONDITION = ("spectra/gmcn/pc", "spectra/gmcn/qkv", "spectra/gmcn/all")
 SIZES = {"norm/effective": "their norm", "norm/relative_step": "mean relative step"}
 """{logged name: heading of its column}; of the blocks with PC"""
@@ -47,8 +47,8 @@ SIZES = {"norm/effective": "their norm", "norm/relative_step": "mean relative st
 def collect(sweeps: Sequence[Path], study: str, output: Path) -> int:
     """Write the finished and diverged runs of `sweeps` into `output`/runs.jsonl as `study`; returns their number.
 
-    A run that was collected before, by its folder, is replaced; others stay, so that several machines can share a study.
-    Of a run's log it keeps validation losses, condition numbers, and norms and steps of effective weights.
+    A run that was collected before from the same folder is replaced; others stay, so several machines can share a study.
+    Of a run's log only validation losses, condition numbers, and norms and steps of effective weights are kept.
     """
     file = output / "runs.jsonl"
     lines = [line for sweep in sweeps for result in read_results(sweep) if (line := _line(study, sweep, result))]
@@ -86,15 +86,15 @@ class Experiment:
     """Runs of one model size and number of steps.
 
     `runs` has a row for each: arm; rate; seed; loss, the final one in nats per token, infinite if the run diverged; log
-    [tokens, quantity]; best, whether its rate is the best of its arm; chose, whether its seed chose that rate from
-    several, or is none of the plan's test seeds. Arms are in the order of their first runs, so the reference comes first.
+    [tokens, quantity]; best, whether its rate is its arm's best; chose, whether its seed chose the best of several rates or
+    is not one of the plan's test seeds. Arms are in the order of their first runs, so the reference comes first.
     """
 
     study: str
     name: str
-    """The study's name, with what differs from its other experiments."""
+    """The study's name, with what sets this experiment apart if the study has several."""
     config: Config
-    """The reference's, whatever its learning rate."""
+    """The reference's first run's; its learning rate need not be the best."""
     runs: pd.DataFrame
 
     @property
@@ -103,7 +103,7 @@ class Experiment:
 
     @property
     def tokens_per_parameter(self) -> float:
-        """Of a whole run; the tokens of a step are those of the longest log."""
+        """Of a whole run; tokens per step are computed from the longest log."""
         log = max(self.runs.log, key=len)
         return self.config.training.steps * log.index[-1] / log.step.iloc[-1] / self.parameters
 
@@ -113,7 +113,7 @@ class Experiment:
         return self.runs[self.runs.arm == self.runs.arm[0]]
 
     def pairs(self) -> list[pd.DataFrame]:
-        """An arm at one rate beside the reference at one rate: a row for each seed that ran in both.
+        """Pairs of an arm at one rate and the reference at one rate: a row for each seed that ran in both.
 
         Columns are those of `runs`, the reference's with the suffix "_reference"; `difference` of the final losses, which
         is infinite or NaN if one diverged; `chose`, whether the seed chose one of the rates.
@@ -138,7 +138,7 @@ def is_at_best(pair: pd.DataFrame) -> bool:
 
 
 def without_tuning_seeds(runs: pd.DataFrame) -> pd.DataFrame:
-    """Without those whose seed chose a rate, if any are left."""
+    """`runs` without those whose seed chose a rate; all of them if none would be left."""
     return runs if runs.chose.all() else runs[~runs.chose]
 
 
@@ -149,14 +149,14 @@ def curve(log: pd.DataFrame, key: str) -> pd.Series:
 
 @cache
 def parameters(shape: Flavor, vocab_size: int) -> int:
-    """Of the whole model, without gammas."""
+    """Parameters of the whole model, without gammas."""
     with torch.device("meta"):
         model = Llama2(Llama2Args(**asdict(shape) | {"vocab_size": vocab_size, "max_seq_len": 2}))
     return sum(parameter.numel() for parameter in model.parameters())
 
 
 def read_experiments(folder: Path) -> list[Experiment]:
-    """The experiments of `folder`/runs.jsonl. The runs that its plan shares come first, so a reference may be among them.
+    """The experiments of `folder`/runs.jsonl. Runs that its plan shares come first, so the reference may be among them.
 
     Raises:
         UserError: two runs of one arm, rate and seed have different validation losses.
@@ -185,21 +185,21 @@ def read_experiments(folder: Path) -> list[Experiment]:
                 f"{file}: a second run of {unlike.iloc[0]} with the same learning rate and seed has a different "
                 "validation loss; collect them as two studies"
             )
-        # of a run that was repeated, the newest line, which may have more quantities
+        # the newest line of a repeated run, which may have more quantities
         arms = [_chosen(rows, plan) for _, rows in same.tail(1).groupby("arm", sort=False)]
         experiments.append(Experiment(study, name, config, pd.concat(arms, ignore_index=True)))
     return experiments
 
 
 def digest(folder: Path) -> str:
-    """Of all that the tables and figures of `folder` are made of."""
+    """Checksum of all files from which the tables and figures of `folder` are made."""
     shared = [folder / path for path in read_preregistration(folder).shared_runs]
     files = filter(look.is_file, [folder / "runs.jsonl", folder / "plan.toml", *shared])
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 def _by_kind(file: Path) -> dict[tuple, list[tuple[dict, Config]]]:
-    """The runs of a runs.jsonl by study, model, validation sequences, optimizer (unless variants name it) and number of steps."""
+    """The runs of a runs.jsonl by study, model, validation sequences, optimizer (unless variants name it) and steps."""
     groups: dict[tuple, list[tuple[dict, Config]]] = {}
     for line in read_json_lines(file):
         config = Config.model_validate(line["resolved"], extra="ignore")  # written by any version
@@ -223,11 +223,11 @@ def _run(line: dict, config: Config, arm: str) -> dict:
 
 
 def _arms(runs: Sequence[tuple[dict, Config]]) -> list[str]:
-    """The arm of each run: its variant if there are several, or PC on or off and the settings in which the runs differ,
-    after the config if there are several.
+    """The name of each run's arm: its variant if there are several; otherwise PC on or off and the settings in which the
+    runs differ, after the config's name if there are several configs.
 
-    Runs of one config that have the same values are of one arm, by the name of the first: another sweep may list the same
-    run, or leave a value at its default.
+    Runs of one config with the same values belong to one arm, named after the first: another sweep may list the same run,
+    or leave a value at its default.
     """
     files = list(dict.fromkeys(line["config"] for line, _ in runs))
     names = dict(zip(files, unique_names([Path(name).with_suffix("") for name in files]), strict=True))
@@ -246,7 +246,7 @@ def _arms(runs: Sequence[tuple[dict, Config]]) -> list[str]:
 
 
 def _values(line: dict, config: Config, keys: set[str]) -> dict[str, Any]:
-    """The values of a run that count: without PC none of its settings does. An old run may have set a key that is gone."""
+    """The values that define a run's arm; without PC, no setting of PC counts. An old run may have set a key that is gone."""
     values = line["settings"] | all_values(config)
     if not config.pc.enable:
         keys = {key for key in keys if not key.startswith("pc.")} | {"pc.enable"}
@@ -254,8 +254,8 @@ def _values(line: dict, config: Config, keys: set[str]) -> dict[str, Any]:
 
 
 def _chosen(arm: pd.DataFrame, plan: Preregistration) -> pd.DataFrame:
-    """The arm's runs by rate, with `best` and `chose`: the mean over the tuning seeds chooses; if no rate has all of
-    them, the first seed that ran at the most rates."""
+    """The arm's runs by rate, with `best` and `chose`. The lowest mean over the tuning seeds chooses; if no rate has all of
+    them, the first seed that ran at the most rates does."""
     losses = arm.pivot(index="rate", columns="seed", values="loss")
     seeds = [seed for seed in plan.tuning_seeds if seed in losses]
     if losses[seeds].dropna().empty:

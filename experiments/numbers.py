@@ -1,7 +1,7 @@
-"""Numbers that pages quote, computed again from the rows of the studies; `numbers.toml` says which.
+"""Numbers that pages quote, recomputed from the rows of the studies; `numbers.toml` lists them.
 
 A number is written there as {study[arms].quantity:rounding}. `arms` is an arm, or "arm - other", each at its best rate; with
-" at 47", by the losses after 47 tokens per parameter in place of the final ones. Quantities are those of `Tested`.
+" at 47" after it, by the losses after 47 tokens per parameter, not the final ones. Quantities are those of `Tested`.
 """
 
 import math
@@ -25,15 +25,15 @@ FOLDERS = ("conditioning", "rivals", "rivals/again", "regime", "small", "verdict
 
 
 class Tested:
-    """An arm, or its difference to another, on the seeds that chose no rate.
+    """An arm, or its difference from another, on the seeds that chose no rate.
 
-    Formatted, its mean and 95 % interval by the study's plan, of a difference without signs unless the rounding begins
-    with "+". Quantities: `mean`; `by`, its size; of an arm its `losses`, `sd` over `n` seeds, `bits` per byte, the condition
-    number at its `end`, and its `path`, "start to end (largest)", means over seeds; of a difference `fewer`, how many times
-    fewer tokens the arm needs, by seed.
+    As text: its mean and 95 % interval by the study's plan. A negative difference loses its sign unless the rounding begins
+    with "+". Quantities: `mean`; `by`, its absolute value. For an arm: `losses`, `sd` over `n` seeds, `bits` per byte, and
+    of the condition number the `end` and the `path`, "start to end (largest)", means over seeds. For a difference: `fewer`,
+    how many times fewer tokens the arm needs, by seed.
 
     Args:
-        paired: whether differences are by seed (Student), or of two groups (Welch).
+        paired: whether differences are by seed (Student) or between two groups (Welch).
     """
 
     def __init__(self, experiment: Experiment, paired: bool, key: str) -> None:
@@ -62,7 +62,7 @@ class Tested:
 
     @property
     def interval(self) -> Any:
-        """Of 95 %, with `low` and `high`; of one seed not a number."""
+        """The 95 % interval, `low` and `high`; NaN for an arm with one seed."""
         return self._test().confidence_interval()
 
     def __format__(self, rounding: str) -> str:
@@ -75,15 +75,15 @@ class Tested:
 
     @property
     def effective(self) -> float:
-        """Tokens that its study's baseline would need for this loss / those of the arm, on the power law through the ends of
-        baselines of 5 and of 20 tokens per parameter."""
+        """How many times the arm's tokens its study's baseline would need for this loss, by the power law through the final
+        losses of the baselines at 5 and 20 tokens per parameter."""
         short, long = studies()["verdict-5"]["baseline"].mean, studies()["verdict-20"]["baseline"].mean
         power = math.log(short / long) / math.log(4)
         return math.exp(math.log(Tested(self.experiment, True, "baseline").mean / self.mean) / power)
 
 
 class Study(dict):
-    """{arms: Tested} of one experiment, each made when it is asked for."""
+    """{arms: Tested} of one experiment, each made on first use."""
 
     def __init__(self, experiment: Experiment, paired: bool) -> None:
         self.experiment, self.paired = experiment, paired
@@ -98,7 +98,7 @@ def _logs(experiment: Experiment, arm: str) -> pd.Series:
     runs = experiment.runs
     tested = without_tuning_seeds(runs[runs.best & (runs.arm == arm)])
     assert len(tested), f"{experiment.name} has no arm {arm}"
-    assert np.isfinite(tested.loss).all(), f"{experiment.name}: a run of {arm} diverged, so no number stands for it"
+    assert np.isfinite(tested.loss).all(), f"{experiment.name}: a run of {arm} diverged, so it has no numbers"
     return tested.set_index("seed").log
 
 
@@ -111,7 +111,7 @@ def _loss(log: pd.DataFrame, experiment: Experiment, at: str) -> float:
 
 @cache
 def studies() -> dict[str, Study]:
-    """By the studies' names; those of the verdict, which are numbers of tokens, after "verdict-"."""
+    """Studies by name; names of the verdict's begin with "verdict-"."""
     found = {}
     for name in FOLDERS:
         paired = read_preregistration(FOLDER / name).paired
@@ -121,6 +121,6 @@ def studies() -> dict[str, Study]:
 
 
 def of_pages() -> dict[str, list[str]]:
-    """{page: texts that stand in it}, with their numbers of today's rows."""
+    """{page: texts that it must contain}, with numbers from today's rows."""
     pages = tomllib.loads((FOLDER / "numbers.toml").read_text())
     return {page: [text.format_map(studies()) for text in texts] for page, texts in pages.items()}

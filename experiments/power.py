@@ -1,4 +1,4 @@
-"""What a test of two groups of seeds can find, by the spread of its arms over seeds: for the margin and seeds of a plan.
+"""What a test of two groups of seeds can find, given each arm's spread over seeds: to plan a margin and seeds.
 
 python -m experiments.power 0.0093 0.0052 --seeds 3 8 10 --margin 0.015
 """
@@ -20,8 +20,8 @@ def outcomes(spreads: tuple[float, float], seeds: int) -> tuple[np.ndarray, np.n
 
 
 def powers(spreads: tuple[float, float], seeds: int, margin: float) -> tuple[float, float, float]:
-    """The mean half-width; the difference that is found to be other than 0 with a probability of 80 %; and the probability
-    that an interval lies inside ±margin if there is no difference."""
+    """The mean half-width; the difference that is detected with a probability of 80 %; and the probability that an interval
+    lies inside ±margin if there is no difference."""
     differences, halves = outcomes(spreads, seeds)
     return halves.mean(), np.quantile(halves - differences, 0.8), np.mean(abs(differences) + halves < margin)
 
@@ -29,7 +29,7 @@ def powers(spreads: tuple[float, float], seeds: int, margin: float) -> tuple[flo
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("spreads", type=float, nargs=2, help="standard deviations over seeds of the two arms")
-    parser.add_argument("--seeds", type=int, nargs="+", required=True, help="of each arm")
+    parser.add_argument("--seeds", type=int, nargs="+", required=True, help="numbers of seeds per arm to try")
     parser.add_argument("--margin", type=float, required=True)
     arguments = parser.parse_args()
     for seeds in arguments.seeds:

@@ -40,10 +40,10 @@ Losses in nats per token, which for a vocabulary of bytes is per byte. ± is the
 differences and times fewer tokens are computed per seed. The learning rate of an arm, in bold, was chosen on its tuning
 seeds, or else its first seed; the results are those of the other seeds, if there are any. Interval: 95 %, of the difference
 of the means, by {test}. Verdict: *lower* or *higher* if p, by Holm where given, is below 0.05;
-else *no difference* if the interval lies inside ±{margin}; else *undecided*. "After" n tokens are the
-differences then, with the number of seeds in brackets if not all were validated. A run whose final loss is not a number
-diverged: it counts as infinite, and the plots leave it out. The condition number of PC blocks, their norm and step are of
-an arm's own `pc.blocks`: arms with other blocks cannot be compared there.
+else *no difference* if the interval lies inside ±{margin}; else *undecided*. "After n" is the difference after n
+tokens, with the number of seeds in brackets if not all were validated then. A run whose final loss is not a number
+diverged: its loss counts as infinite, and the plots leave it out. The condition number, norm and step of PC blocks are
+those of an arm's own `pc.blocks`: arms with different blocks cannot be compared there.
 """
 
 
@@ -56,13 +56,13 @@ def mean_and_error(values: pd.Series) -> str:
 
 
 def half_width(error: Any, freedom: int) -> Any:
-    """Half the width of a 95 % interval by Student's t, of one standard error or of a series; infinite without a degree of
+    """Half the width of a 95 % interval by Student's t, for one standard error or a series; infinite without degrees of
     freedom."""
     return stats.t.ppf(0.975, freedom) * error if freedom else math.inf
 
 
 def regime_table(experiments: Sequence[Experiment]) -> str:
-    """The regime of each experiment: that of its reference at its best rate, on its first seed."""
+    """The regime of each experiment: that of its reference at the best rate, first seed."""
     header = "experiment|parameters|tokens per parameter|steps|warm-up|sum of rate x decay|std x sqrt(width)"
     rows = []
     for one in experiments:
@@ -80,9 +80,9 @@ def regime_table(experiments: Sequence[Experiment]) -> str:
 
 
 def arm_table(runs: pd.DataFrame) -> str:
-    """Of each arm and rate, the seed that chose the rate and then the others: final losses, and condition numbers
-    (geometric means) and the norm of the blocks that PC changes at the end, and the mean of their relative step; the last
-    two of the runs that logged them."""
+    """Rows for each arm and rate, first for the seeds that chose the rate, then for the others: the final loss, condition
+    numbers at the end (geometric means), and where logged the norm of the PC blocks at the end and their mean relative
+    step."""
     rows = []
     sizes = {key: title for key, title in SIZES.items() if any(key in log for log in runs.log)}
     for (arm, rate, best, _), group in runs.groupby(["arm", "rate", "best", "chose"], sort=False):
@@ -95,14 +95,14 @@ def arm_table(runs: pd.DataFrame) -> str:
 
 
 def _summary(log: pd.DataFrame, key: str) -> float:
-    """A run's last value; of a step's length its mean, as the last rate is low."""
+    """A run's last value; for the relative step the mean, as the last rate is low."""
     values = curve(log, key)
     return values.mean() if key == "norm/relative_step" else values.iloc[-1:].mean()
 
 
 def pair_table(experiment: Experiment, plan: Preregistration) -> str:
-    """Differences to the reference, by seed, at the end and at up to ten points of its training; "" without a pair. A seed that
-    chose a rate tests nothing."""
+    """Differences from the reference, by seed, at the end and at up to ten points of training; "" without a pair. A seed
+    that chose a rate tests nothing."""
     reference = without_tuning_seeds(experiment.reference[experiment.reference.best])
     longest = max((curve(log, VALIDATION) for log in reference.log), key=len)
     places = np.linspace(0, len(longest) - 1, min(len(longest), 11)).round().astype(int)[1:]
@@ -150,16 +150,16 @@ def is_enclosed(arm: pd.DataFrame) -> bool:
 
 
 def untuned(runs: pd.DataFrame) -> str:
-    """A warning of arms whose best rate is the lowest or highest that was run; "" if there are none."""
+    """A warning that names arms whose best rate is the lowest or highest that ran; "" if there are none."""
     names = [name for name, arm in runs.groupby("arm", sort=False) if not is_enclosed(arm)]
     return f"**Not tuned to the end:** a rate that was not run may be better for {'; '.join(names)}.\n" if names else ""
 
 
 def size_table(experiments: Sequence[Experiment]) -> str:
-    """How differences change with size at equal tokens per parameter, and the rule that carries rates up; "" if neither.
+    """How differences change with size at equal tokens per parameter, and how best rates extrapolate; "" if neither.
 
-    A line is fitted to the differences of all seeds, each arm at its best rate, over the logarithm of the parameters;
-    and one to the logarithm of the best rates of references that have worse rates on both sides.
+    Both are lines over the logarithm of the parameters: one fitted to the differences of all seeds, each arm at its best
+    rate, and one to the logarithm of the references' best rates, of those with worse rates on both sides.
     """
     points, rates = [], []
     for one in experiments:
@@ -184,7 +184,7 @@ def size_table(experiments: Sequence[Experiment]) -> str:
         if group["size"].nunique() > 1:
             size, rate = group.loc[group["size"].idxmax(), ["size", "rate"]]
             power = f"(N / {2**size:,.0f})^{stats.linregress(group['size'], group['rate']).slope:.2f}"
-            text += f"\n{names[0]}, {names[1]} tokens per parameter: best rates carried up: {2**rate:.4g} {power}.\n"
+            text += f"\n{names[0]}, {names[1]} tokens per parameter, best rate at N parameters: {2**rate:.4g} {power}\n"
     return text
 
 
@@ -229,8 +229,8 @@ def plot(experiments: Sequence[Experiment], path: Path, paired: bool, rows: str)
     several, and the final differences.
 
     Args:
-        paired: of the plan: whether the intervals of final differences are by seed.
-        rows: `evidence.digest` of what is drawn; the picture keeps it, so that one that is older can be found.
+        paired: the plan's: whether the intervals of final differences are by seed.
+        rows: `evidence.digest` of what is drawn, stored in the picture to show whether it is older than its rows.
     """
     figure, grid = subplots(2 * len(experiments), 3, width=4.0, height=2.8)
     for panels, one in zip(grid.reshape(-1, 6), experiments, strict=True):
@@ -262,7 +262,7 @@ def plot(experiments: Sequence[Experiment], path: Path, paired: bool, rows: str)
 
 
 def _draw_bands(axes, one: Experiment, colors: dict[str, str], arms: dict[str, list[pd.Series]]) -> None:
-    """Of each arm the mean of its curves by tokens, the 95 % band of the mean, and its name at the end."""
+    """Each arm's mean curve over tokens, the 95 % band of the mean, and the arm's name at its end."""
     ends = {}
     for arm, curves_of_seeds in arms.items():
         values = pd.concat(curves_of_seeds, axis=1)
@@ -294,8 +294,8 @@ def _name(axes, place: float, text: str, color: str):
 
 
 def _draw_rates(axes, one: Experiment, colors: dict[str, str]) -> None:
-    """Final loss of each arm that ran at several rates against the rate, over the seeds that ran at most of them: mean and
-    standard error. Rates are relative to the arm's best, as those of optimizers differ in kind."""
+    """Final loss against the rate, for each arm that ran at several: mean and standard error over the seeds that ran at the
+    largest number of rates. Rates are relative to the arm's best, as those of optimizers differ in kind."""
     axes.set_xscale("log", base=math.sqrt(2))
     axes.xaxis.set_major_formatter("{x:.2g}")
     axes.set_xlabel("rate / the arm's best")
@@ -311,8 +311,8 @@ def _draw_rates(axes, one: Experiment, colors: dict[str, str]) -> None:
 
 
 def _draw_finals(axes, pairs: dict[str, pd.DataFrame], colors: dict[str, str], paired: bool) -> None:
-    """Final difference of each arm to the reference, each at its best rate: every seed, and if none diverged the mean with
-    its 95 % interval."""
+    """Final difference of each arm from the reference, both at their best rates: every seed, and if none diverged the mean
+    with its 95 % interval."""
     for place, (name, pair) in enumerate(pairs.items()):
         color, mean = colors[name], pair.difference.mean()
         axes.plot(pair.difference, [place] * len(pair), ".", color=color, alpha=0.5, markersize=4)
@@ -328,13 +328,14 @@ def _draw_finals(axes, pairs: dict[str, pd.DataFrame], colors: dict[str, str], p
 
 
 def _late(values: pd.Series, experiment: Experiment) -> pd.Series:
-    """`values` by tokens per parameter, from a tenth of the tokens on: the start hides the rest."""
+    """`values` by tokens per parameter, without the first tenth, whose large values would hide the rest."""
     over = values.set_axis(values.index / experiment.parameters)
     return over[over.index > experiment.tokens_per_parameter / 10]
 
 
 def report(folder: Path) -> list[Path]:
-    """Write tables.md and a figure for each study with an arm beside its reference on several seeds, from `folder`/runs.jsonl and its plan."""
+    """From `folder`/runs.jsonl and its plan, write tables.md and a figure for each study in which an arm shares several
+    seeds with its reference."""
     preregistration = read_preregistration(folder)
     studies: dict[str, list[Experiment]] = {}
     for experiment in read_experiments(folder):

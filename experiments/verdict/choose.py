@@ -1,10 +1,10 @@
-"""Choose each arm's rate of its tuning runs, and write the file that the sweeps of the tests name as their parent.
+"""Choose each arm's rate from its tuning runs, and write the file that the tests' sweeps name as their parent.
 
 python -m experiments.verdict.choose outputs/sweeps/verdict_a_tune_* outputs/sweeps/verdict_more_* --output outputs/verdict/rates.toml
 
-The rate with the lowest mean of the final losses of seeds 1 and 2; a run that diverged counts as infinite. If that rate is an
-end of those that ran, no rate of that arm is chosen: a sweep with the next rate is written, to be run and named here too. Nor
-is one where a rate lacks one of the two seeds.
+The best rate has the lowest mean final loss over seeds 1 and 2; a run that diverged counts as infinite. If it is the lowest
+or highest that ran, none is chosen for that arm: a sweep with the next rate is written, to be run and named here too. Nor is
+one chosen while a rate lacks one of the two seeds.
 """
 
 import argparse
@@ -39,7 +39,7 @@ def read(folders: list[Path]) -> pd.DataFrame:
 
 
 def next_rate(means: pd.Series) -> float | None:
-    """Of the mean losses by rate, in the order of rates: the rate beyond the end that is the best; None if it is none."""
+    """From mean losses sorted by rate: the next rate beyond the end that is best; None if the best is not an end."""
     best = means.idxmin()
     factors = [factor for end, factor in ((means.index[0], 0.5), (means.index[-1], 2.0)) if best == end]
     return float(f"{best * math.sqrt(factors[0]):.4g}") if factors else None
@@ -58,7 +58,7 @@ def main() -> None:
         means = losses.mean(axis=1, skipna=False)
         print(f"{arm}: " + ", ".join(f"{rate:.4g} {loss:.4f}" for rate, loss in means.items()))
         if means.isna().any():
-            print("  not chosen: a rate lacks a seed; finish the sweeps of tuning first")
+            print("  not chosen: a rate lacks a seed; finish the tuning sweeps first")
             continue
         rates = of_arm[of_arm.rate == means.idxmin()].rates.iloc[0]
         if (beyond := next_rate(means)) is None:
@@ -69,7 +69,7 @@ def main() -> None:
         file = OUTPUT / f"verdict_more_{arm}_{beyond:.4g}.toml"
         sweep = {"parent": f"{STUDY}/sweeps/arms.toml", "configs": [f"{STUDY}/configs/{config}"], "seeds": SEEDS}
         write_atomically(file, tomli_w.dumps(sweep | {"variants": {arm: rates}}))
-        print(f"  not enclosed; next: experiments/verdict/run.sh 2 {file}")
+        print(f"  not chosen: the best rate is an end of the grid; next: experiments/verdict/run.sh 2 {file}")
     write_atomically(arguments.output, tomli_w.dumps({"arms": arms}))
     print(arguments.output)
 

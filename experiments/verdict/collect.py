@@ -1,9 +1,9 @@
-"""Add finished and diverged runs of sweeps to this study's rows, with what they logged of matrices.
+"""Add finished and diverged runs of sweeps to this study's rows, with what they logged about matrices.
 
 python -m experiments.verdict.collect 20 outputs/sweeps/verdict_a_* outputs/sweeps/verdict_more_*
 
-The first word is the study: 5, 20, again, cells, recovery, 40 or width-32. A row is one of `python -m experiments collect`,
-and `matrices`: the last line of the run's log (`experiments.verdict.arms`), without the singular values.
+The first argument is the study: 5, 20, again, cells, recovery, 40 or width-32. A row is that of `python -m experiments
+collect` plus `matrices`: the last line of the run's log (`experiments.verdict.arms`), without the singular values.
 """
 
 import argparse
@@ -37,7 +37,7 @@ def main() -> None:
     rows = [json.loads(line) for line in (FOLDER / "runs.jsonl").read_text().splitlines()]
     for row in rows:
         run = Path(row["resolved"]["job"]["dump_folder"])
-        if row["study"] == arguments.study and (run / LOG).exists():  # another study may have trained in its folder
+        if row["study"] == arguments.study and (run / LOG).exists():  # another study's row may name this folder
             row["matrices"] = matrices_of(run)
     write_atomically(FOLDER / "runs.jsonl", "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows))
     print(f"{FOLDER / 'runs.jsonl'}: {count} runs of {arguments.study}")

@@ -25,8 +25,8 @@ OTHERS = {"baseline": "baseline", "level-4": "PC, with larger norms and steps"}
 
 
 def share(study: Study, arm: str, control: str = "dial-1") -> str:
-    """(control - arm) / (baseline - level 4) with its 95 % interval: 10,000 times seeds are drawn with replacement, of each
-    arm by itself."""
+    """(control - arm) / (baseline - level 4) with its 95 % interval: seeds of each arm are drawn separately, with
+    replacement, 10,000 times."""
     random, arms = np.random.default_rng(0), (control, arm, "baseline", "level-4")
     drawn = [random.choice(study[name].losses, (10_000, study[name].n)).mean(1) for name in arms]
     base, changed, baseline, pc = (np.append(study[name].mean, means) for name, means in zip(arms, drawn, strict=True))

@@ -1,9 +1,9 @@
-"""Make a reference for `experiments.verdict.arms.Dial` of the logs of several runs: their mean at each logged step.
+"""Make a reference for `experiments.verdict.arms.Dial` from the logs of several runs: their mean at each logged step.
 
 python -m experiments.verdict.reference RUN... --output FILE.json
 
-Of o and the FFN matrices: the singular values divided by their norm, the Frobenius norm, and the length of a step relative to
-it. The same logs give the same file.
+It holds, for o and the FFN matrices, the singular values divided by their norm, the Frobenius norm, and the length of a step
+relative to it. The same logs give the same file.
 """
 
 import argparse
@@ -26,11 +26,11 @@ def read_log(run: Path) -> dict[int, dict[str, dict]]:
 
 
 def mean_of(runs: list[Path]) -> dict:
-    """The content of a reference's file."""
+    """The content of a reference file."""
     logs = [read_log(run) for run in runs]
     steps = list(logs[0])
     if any(list(log) != steps for log in logs):
-        raise UserError("the runs were not logged at the same steps; is one not finished?")
+        raise UserError("the runs' logs have different steps; is one unfinished?")
     curves: dict[str, dict[str, list]] = {}
     for name in [name for name, line in logs[0][steps[0]].items() if "sigma" in line["weight"]]:
         lines = [[log[step][name] for step in steps] for log in logs]
@@ -48,7 +48,7 @@ def mean_of(runs: list[Path]) -> dict:
 @exit_on_user_error
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("runs", type=Path, nargs="+", help="folders of finished runs of one arm; the tuning seeds'")
+    parser.add_argument("runs", type=Path, nargs="+", help="folders of finished runs of one arm, of no test seed")
     parser.add_argument("--output", type=Path, required=True)
     arguments = parser.parse_args()
     write_atomically(arguments.output, json.dumps(mean_of(arguments.runs)) + "\n")

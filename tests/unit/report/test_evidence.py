@@ -352,4 +352,4 @@ def test_a_ladder_of_sizes(tmp_path):
     report(tmp_path / "kept")
     text = (tmp_path / "kept" / "tables.md").read_text()
     assert "| AdamW | 0.8 | pc on | 3 | +0.0200 to +0.0200 |" in text
-    assert "best rates carried up: 1.953e-05 (N / 26,223,104)^-0.50." in text
+    assert "best rate at N parameters: 1.953e-05 (N / 26,223,104)^-0.50\n" in text
