@@ -1,4 +1,4 @@
-"""Fits a small network to another one, to try the other examples: alone, or with FSDP2 under torchrun."""
+"""Fits a small network to another, to try out an example's optimizer: in one process, or with FSDP2 under torchrun."""
 
 import os
 from collections.abc import Callable, Iterable

@@ -39,7 +39,7 @@ def main() -> None:
     pc.attach(model, pc.PCConfig(level=4))
     settings = TrainingArguments(
         output_dir=str(arguments.folder),
-        use_cpu=not torch.accelerator.is_available(),  # so that several processes on CPUs find each other
+        use_cpu=not torch.accelerator.is_available(),  # lets several processes on CPUs find each other
         max_steps=arguments.steps,
         per_device_train_batch_size=8,
         gradient_accumulation_steps=4,

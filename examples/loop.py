@@ -60,7 +60,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     preconditioner = pc.precondition(trained, optimizer)
 
-    parts = {"model": model, "optimizer": optimizer}  # the whole state: W and what belongs to it are in the model's
+    parts = {"model": model, "optimizer": optimizer}  # the whole state: the model's includes W and what belongs to it
     checkpoint, start = arguments.folder / "last.pt", 0
     if checkpoint.exists():
         state = torch.load(checkpoint, map_location=device, weights_only=True)

@@ -3,8 +3,8 @@
     python examples/one_file.py                # a byte-level model on this file's own text, PC on
     python examples/one_file.py FILE --plain   # any text, without PC
 
-It needs torch alone and computes what `pc` computes (a test compares them) without its check of s, for plain weights on
-one device or under DDP, where every rank does the same work. For sharded weights, checkpoints and speed, use `pc`.
+It needs only torch and computes what `pc` computes (a test compares them), without its check of s, for plain weights on one
+device or under DDP, where every rank does the same work. For sharded weights, checkpoints and speed, use `pc`.
 
 The paper is "PC Layer: Polynomial Weight Preconditioning for Improving LLM Pre-Training", arXiv:2606.06470.
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-# Section 3.2: g(x) = x p(x^2) lifts small singular values and leaves the largest, g(1) = 1. Coefficients of p, degree 0 first.
+# Section 3.2: g(x) = x p(x^2) lifts small singular values and keeps the largest, g(1) = 1. Coefficients of p, degree 0 first.
 LEVELS = {
     1: (1.507, -0.507),
     2: (2.083, -1.643, 0.560),
@@ -43,7 +43,7 @@ class PC:
         self.weights = [nn.Parameter(weight.detach().clone()) for weight in effective]  # W: what the model holds now
         self.effective = effective  # the model's parameters, each [n, m]; PC(W) from the `write_pc` below on
         self.gammas = [nn.Parameter(weight.new_ones(1)) for weight in effective]  # learnable, one per matrix
-        generator = torch.Generator().manual_seed(0)  # its own, so that all ranks of DDP draw the same vectors
+        generator = torch.Generator().manual_seed(0)  # a separate one, so that all ranks of DDP draw the same vectors
         drawn = [torch.randn(len(weight), generator=generator).to(weight) for weight in effective]
         self.u = [nn.functional.normalize(vector, dim=0) for vector in drawn]  # [n]
         self.v = [torch.zeros_like(weight[0]) for weight in effective]  # [m], from u in `write_pc`
@@ -56,9 +56,9 @@ class PC:
 
     @torch.no_grad()
     def write_pc(self) -> None:
-        """Move u and v on, and write PC(W) into the model."""
+        """Advance u and v, and write PC(W) into the model."""
         for i, weight in enumerate(self.weights):
-            # Algorithm 3, from the last step's vectors on. A zero W would make them zero for ever, so it leaves them.
+            # Algorithm 3, starting from the last step's vectors. A zero W would zero them for ever, so they stay.
             for _ in range(self.iterations if weight.any() else 0):
                 self.v[i] = nn.functional.normalize(weight.mT @ self.u[i], dim=0)
                 self.u[i] = nn.functional.normalize(weight @ self.v[i], dim=0)

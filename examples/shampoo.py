@@ -1,4 +1,4 @@
-"""An optimizer with state of other shapes than the weight: Shampoo, with two small factors per matrix.
+"""An optimizer whose state has other shapes than the weight: Shampoo, with two small factors per matrix.
 
     python examples/shampoo.py
     torchrun --nproc-per-node 2 examples/shampoo.py
