@@ -94,7 +94,7 @@ class Experiment:
     name: str
     """The study's name, with what sets this experiment apart if the study has several."""
     config: Config
-    """The reference's first run's; its learning rate need not be the best."""
+    """That of the reference's first run, so its learning rate need not be the best."""
     runs: pd.DataFrame
 
     @property
