@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from unittest import mock
 
-# Tests compare with results of the CPU, also on a machine with a GPU. Must run before torch looks for devices.
+# Tests compare with CPU results, even on a machine with a GPU. This must run before torch looks for devices.
 if "--gpu" not in sys.argv:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
@@ -24,7 +24,7 @@ def pytest_addoption(parser):
 
 
 def pytest_ignore_collect(collection_path, config):
-    """With `--fast`, do not even import files and conftests without such tests: importing takes longer than some tests."""
+    """With `--fast`, do not even import files without fast tests: importing takes longer than some tests."""
     if config.getoption("--fast"):
         files = collection_path.rglob("test_*.py") if collection_path.is_dir() else [collection_path]
         return not any("mark.fast" in file.read_text() for file in files) or None
@@ -51,8 +51,8 @@ def _is_for_gpu(item) -> bool:
 
 @pytest.fixture(scope="session", autouse=True)
 def signals_are_not_ignored():
-    """Under `nohup ./run_tests.sh &` they are, and processes that tests start would inherit that. This process still
-    survives the end of its terminal, by a handler, which is not inherited."""
+    """Under `nohup ./run_tests.sh &` they are, and child processes would inherit that. A handler, which is not
+    inherited, still lets this process survive the end of its terminal."""
     for number, handler in (
         (signal.SIGINT, signal.default_int_handler),
         (signal.SIGQUIT, signal.SIG_DFL),
@@ -64,7 +64,7 @@ def signals_are_not_ignored():
 
 @pytest.fixture(autouse=True)
 def own_environment():
-    """What a script sets for its process, such as LOCAL_RANK, is gone when its test ends."""
+    """Environment variables that a script sets, such as LOCAL_RANK, are gone when its test ends."""
     with mock.patch.dict(os.environ):
         yield
 
@@ -91,7 +91,7 @@ def tiny_shards(tmp_path_factory):
 
 @pytest.fixture
 def tiny_encoding(monkeypatch):
-    """The name of a tiktoken encoding of single bytes and two merges; tiktoken's own need the network."""
+    """The name of a tiktoken encoding of single bytes and two merges; tiktoken's own encodings need the network."""
     import tiktoken
 
     ranks = {bytes([i]): i for i in range(256)} | {b"th": 256, b"the": 257}
@@ -112,7 +112,7 @@ def command(monkeypatch, capsys):
 
     def run(name, *arguments):
         monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
-        # A new process has no handlers; those of earlier tests write to streams that are closed by now.
+        # As in a new process; the handlers of earlier tests write to streams that are closed by now.
         monkeypatch.setattr(logging.getLogger(), "handlers", [])
         capsys.readouterr()
         status = 0

@@ -3,10 +3,10 @@
     python tests/planted_faults.py [--faults 14] [--seed 0] [--minutes 60] [--tree FOLDER] [MODULE.py ...]
 
 Faults are made from the syntax tree: an operator is swapped, a condition negated, a number shifted, a call or a
-keyword argument dropped. The seed draws them by their text, so that an unchanged line keeps its faults. Each meets the
-tests that run its statement, also in a command that they start, at most three of one function: those of `--fast` first,
-then those of usual test files that show its module (`_shows`). They run in a fork of one process that has imported torch,
-so that most faults cost seconds.
+keyword argument dropped. The seed draws them by their text, so that an unchanged line keeps its faults. Each fault meets
+the tests that run its statement, also in a command that they start, but at most three cases of one test function: first
+those of `--fast`, then those of test files that belong to its module (`_shows`). They run in a fork of one process that
+has imported torch, so that most faults cost seconds.
 (mutmut leaves out decorated functions and wraps the others; cosmic-ray starts a process and imports torch for each.)
 """
 
@@ -31,7 +31,7 @@ from pathlib import Path
 import pytest
 
 MODULES = ("pc/*.py", *(f"pc_recipe/train/{name}.py" for name in ("trainer", "optimizers", "nonfinite", "fsdp_sync")))
-"""the core and the training step; a pattern without files is passed over"""
+"""the core and the training step; a pattern that matches no file is ignored"""
 GIVEN = {
     "pc/matrices.py": "checkpoint_report", "pc/measure.py": "checkpoint_report", "pc/shards.py": "hyperball_ranks",
     "pc/preconditioner.py": "loops|loops_ranks",
@@ -39,7 +39,7 @@ GIVEN = {
     "pc_recipe/plan/allocation.py": "slurm_decisions",
     "pc_recipe/data/inspection.py": "data_commands", "pc_recipe/data/train_tokenizer.py": "data_commands",
 }  # fmt: skip
-"""{module: tests that show it, and neither have its name nor are in the folder of its package}"""
+"""{module: its tests that neither have its name nor are in the folder of its package}"""
 SWAPS = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
     ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.And: ast.Or, ast.Or: ast.And,
@@ -50,7 +50,7 @@ NEGATED_BY_SWAP = (ast.Eq, ast.NotEq, ast.Is, ast.IsNot, ast.In, ast.NotIn)
 DROPPED = ("detach", "clone", "contiguous", "float", "double", "bool", "abs", "square", "sqrt")
 """methods whose tensor can stand in for their result"""
 MESSAGES = ("logger.", "warnings.", "print(")
-SLACK = 60.0  # seconds that a fault may add before it counts as found, by hanging
+SLACK = 60.0  # seconds that a fault may add before it counts as found because it hangs
 UNREADABLE = "the tests cannot be read"
 
 
@@ -71,7 +71,7 @@ def faults_of(module: str, source: str) -> list[Fault]:
 
     def visit(node, statement, in_function: bool) -> None:
         if isinstance(node, ast.Raise | ast.JoinedStr) or ast.unparse(node) == "TYPE_CHECKING":
-            return  # what only words a message, or never runs
+            return  # what only words a message, or does not run
         statement = node if isinstance(node, ast.stmt) else statement
         for part, new in _replacements(node):
             begin, end = (starts[part.lineno - 1] + part.col_offset, starts[part.end_lineno - 1] + part.end_col_offset)
@@ -90,7 +90,7 @@ def faults_of(module: str, source: str) -> list[Fault]:
 
 
 def _replacements(node):
-    """(part of a node, text of a fault in its place)."""
+    """Pairs of a part of the node, and the text of a fault that replaces it."""
 
     def changed(**fields) -> str:
         result = copy.copy(node)
@@ -124,7 +124,7 @@ def _replacements(node):
 
 
 def trace(modules: dict[str, str], file: str) -> None:
-    """From now on write each line of `modules`, {path: name}, that is run in a test, once: test, module, line, as JSON."""
+    """From now on write each line of `modules` ({path: name}) once for each test that runs it: test, module, line in JSON."""
     seen = set()
 
     def line(frame, event, _):
@@ -139,7 +139,7 @@ def trace(modules: dict[str, str], file: str) -> None:
 
 
 def _write(file: str, *row) -> None:
-    with open(file, "a") as stream:  # a short line at once, because other processes write too
+    with open(file, "a") as stream:  # one short line per write, because other processes write too
         stream.write(json.dumps(row) + "\n")
 
 
@@ -155,7 +155,7 @@ if "TRACED" in os.environ:
 
 
 class Watch:
-    """A pytest plugin that writes what `trace` does, and of each test its seconds and whether it failed."""
+    """A pytest plugin that writes the lines of `trace`, and each test's seconds and whether it failed."""
 
     def __init__(self, modules: dict[str, str], file: Path) -> None:
         self.modules, self.file, self.done = modules, file, set()
@@ -176,7 +176,7 @@ class Watch:
 
 
 class Only:
-    """A pytest plugin: runs these tests in this order, and writes the one that fails."""
+    """A pytest plugin that runs these tests in this order, and writes the name of one that fails."""
 
     def __init__(self, tests: list[str], file: Path) -> None:
         self.order, self.file = {test: place for place, test in enumerate(tests)}, file
@@ -191,7 +191,7 @@ class Only:
 
 
 def run(words: list[str], plugin, seconds: float) -> int | None:
-    """pytest in a fork; its status, or None if it was stopped after so many seconds."""
+    """Run pytest in a fork; returns its status, or None if it was stopped after `seconds`."""
     if (child := os.fork()) == 0:
         os.setsid()
         log = os.open(plugin.file.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -239,14 +239,14 @@ def tests_by_line(tree: Path, modules: list[str], file: Path) -> dict:
 
 
 def _shows(path: Path, module: str) -> bool:
-    """Whether a test file has the module's name, or one that is given, or is in the folder of its package of the recipe."""
+    """Whether a test file has the module's name or one of `GIVEN`, or is in the folder of its package of the recipe."""
     package, *rooms, name = Path(module).with_suffix("").parts
     named = re.fullmatch(rf"test_({name}(_ranks)?|{GIVEN.get(module, '')})", path.stem)
     return bool(named) or package == "pc_recipe" and path.parent.name in rooms
 
 
 def _some(tests: set[str]) -> list[str]:
-    """At most three of each test function: the first, the middle and the last."""
+    """At most three cases of each test function: the first, the middle and the last."""
     functions = defaultdict(list)
     for test in sorted(tests):
         functions[test.partition("[")[0]].append(test)
@@ -271,7 +271,7 @@ def main() -> None:
     parser.add_argument("--faults", type=int, default=14, help="how many of each module (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tree", type=Path, default=Path(__file__).parents[1], help="the repository, at any commit")
-    parser.add_argument("--minutes", type=float, default=60, help="plant no more after so long (default: %(default)s)")
+    parser.add_argument("--minutes", type=float, default=60, help="stop after this time (default: %(default)s)")
     chosen, began = parser.parse_args(), time.monotonic()
     with tempfile.TemporaryDirectory() as name:
         tree, file = Path(name) / "tree", Path(name) / "answer"
@@ -284,14 +284,14 @@ def main() -> None:
         os.environ["PYTHONDONTWRITEBYTECODE"], sys.dont_write_bytecode = "1", True
         for module in map(Path, modules):
             for compiled in (tree / module).parent.glob(f"__pycache__/{module.stem}.*"):
-                compiled.unlink()  # Python would take it for an unchanged file's if a fault keeps the size
+                compiled.unlink()  # Python would use it if a fault keeps the size of the file
         places, drawn = {}, []
         for module in modules:
             places[module] = faults_of(module, (tree / module).read_text())
             by_text = sorted(places[module], key=lambda fault: _hash(f"{chosen.seed} {fault.shown}"))
             drawn += enumerate(by_text[: chosen.faults])
         counts, survivors = {module: [len(places[module]), 0, 0, 0] for module in modules}, []
-        for _, fault in sorted(drawn, key=lambda one: one[0]):  # the modules in turn: a part of them says something
+        for _, fault in sorted(drawn, key=lambda one: one[0]):  # modules take turns: each gets a share
             if time.monotonic() > began + 60 * chosen.minutes:
                 break
             mine = {k: v for line in fault.lines for k, v in tests.get((fault.module, line), {}).items()}
@@ -307,7 +307,7 @@ def main() -> None:
 
 
 def _prepare(tree: Path) -> None:
-    """Import torch and TorchTitan once, let everything else come from the copied tree, and let ranks be forks."""
+    """Import torch and TorchTitan once, import everything else from the copied tree, and start ranks as forks."""
     os.chdir(tree)
     Path("sitecustomize.py").write_text(COMMANDS)
     sys.path[0] = os.environ["PYTHONPATH"] = str(tree)

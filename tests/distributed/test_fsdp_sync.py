@@ -1,4 +1,4 @@
-"""How often weights are gathered and gradients reduced (`parallelism.fsdp_sync`), and that results do not change."""
+"""How often weights are gathered and gradients reduced (`parallelism.fsdp_sync`), and the memory that this takes."""
 
 from collections import Counter
 
@@ -64,7 +64,7 @@ def test_collectives_of_a_step(tiny_config):
 
 
 def _held(rank, config, overrides) -> tuple[float, float]:
-    """Additional GiB of a step between two micro-batches, and the estimate."""
+    """GiB that a step holds in addition between two micro-batches, and the estimate."""
     import gc
 
     from pc.shards import local

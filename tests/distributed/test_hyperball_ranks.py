@@ -14,7 +14,7 @@ from helpers.toy import toy_batch, toy_loss, toy_model
 from pc import MatrixSplit, UserError
 from pc.optim.hyperball import AdamH, MuonH
 
-# uneven over 2 and 4 ranks, some empty; the last two are stacks, whose first dimension tensor parallelism splits, or rows
+# uneven over 2 and 4 ranks, some empty; the last two are stacks: tensor parallelism splits one by matrices, one by rows
 SHAPES = [(10, 4), (4, 8), (7, 5), (1, 6), (5, 6, 3), (3, 4, 7)]
 MESHES = {"FSDP4": {"fsdp": 4}, "TP2 x FSDP2": {"fsdp": 2, "tp": 2}}
 LR, BETAS, ADAM_EPS, MOMENTUM, STEPS = 0.1, (0.9, 0.95), 1e-8, 0.95, 4
@@ -74,7 +74,7 @@ def _train(make, shard):
     weights = shard(_draw(99))
     optimizer = make(weights)
     for step in range(STEPS):
-        if step == 2:  # a copy with a saved state trains on as the original would
+        if step == 2:  # a copy that loads the saved state continues as the original would
             state = copy.deepcopy(optimizer.state_dict())
             optimizer = make(weights)
             optimizer.load_state_dict(state)
@@ -104,7 +104,7 @@ def test_equals_the_formula(name, degrees):
 
 @pytest.mark.parametrize("make", [AdamH, MuonH])
 def test_norms_are_kept(make):
-    """In float32, as weights are; a step without gradient, or of length zero, changes no bit."""
+    """In float32, like real weights; a step with a gradient or a rate of zero changes no bit."""
     weight = nn.Parameter(0.02 * torch.randn(48, 32, generator=torch.Generator().manual_seed(0)))
     norm, before = weight.detach().double().norm(), weight.detach().clone()
     optimizer = make([weight], lr=0.0)
@@ -144,7 +144,7 @@ def _zero_expert(rank):
         stack.to_local()[3 - 2 * rank :] = 0.0  # the last expert, which rank 1 has
     stack.grad, matrix.grad = stack.detach().clone(), matrix.detach().clone()
     optimizer = AdamH([stack, matrix], lr=0.0)
-    optimizer.step()  # as torch's functions for distributed checkpoints do, perhaps before the weights are loaded
+    optimizer.step()  # torch's functions for distributed checkpoints take such a step, perhaps before the weights are loaded
     optimizer.param_groups[0]["lr"] = 0.02
     with pytest.raises(UserError, match=r"\[4, 6, 3\] is zero"):
         optimizer.step()
@@ -171,7 +171,7 @@ def test_an_interrupted_step_keeps_the_weights(make, monkeypatch):
 
 @pytest.mark.parametrize("make", [AdamH, MuonH])
 def test_with_pc_it_trains_w_and_its_hooks_run_once(make):
-    """Also where torch has put hooks into the step of the class that it extends. AdamW trains the gammas."""
+    """Also where torch has already wrapped the base class's `step` for hooks. AdamW trains the gammas."""
     torch.optim.Adam([nn.Parameter(torch.ones(1, 1))])
     pc.Muon([nn.Parameter(torch.ones(1, 1))])
     model = pc.attach(toy_model(), pc.PCConfig())

@@ -1,5 +1,5 @@
-"""The loops of docs/loops.md, and the shards that they leave, on several ranks: equal on all of them, and to one process, in
-float64 on gloo."""
+"""The loops of docs/loops.md on several ranks: all ranks have equal results, which equal those of one process, in float64
+on gloo."""
 
 import contextlib
 import copy
@@ -45,7 +45,7 @@ from pc.splits import WeightSplit
 
 SETTINGS = {"blocks": ("*attention.wo", "*feed_forward.*")}
 CONFIG = PCConfig(**SETTINGS)
-MICRO_BATCHES = 4  # of all ranks together
+MICRO_BATCHES = 4  # over all ranks
 
 
 def sgd(parameters):
@@ -60,7 +60,7 @@ def adamw(parameters):
 
 
 class Wrapped(nn.Module):
-    """As a LightningModule has its network."""
+    """Holds its network in an attribute, like a LightningModule."""
 
     def __init__(self, net):
         super().__init__()
@@ -111,7 +111,7 @@ def accumulate(loop, share):
 
 
 def synchronise_once(loop, share):
-    """Gradients are averaged over ranks with the last micro-batch."""
+    """Gradients are averaged over ranks only after the last micro-batch."""
     *earlier, last = share
     is_ddp = hasattr(loop.model, "no_sync")
     with loop.model.no_sync() if is_ddp else contextlib.nullcontext():
@@ -218,7 +218,7 @@ def alone(make=sgd, steps=3):
 
 
 def _share(rank, given):
-    """Weights computed by this rank in a step, and the results; `given`: what pc.precondition gets."""
+    """Counts of the weights that this rank computed, and the results; `given`: what pc.precondition gets."""
     computed = {"write": 0, "pull_back": 0}
     for name in computed:
 
@@ -244,8 +244,8 @@ def _share(rank, given):
 
 @pytest.mark.parametrize("given", ["DDP", "group", "model"])
 def test_ranks_of_ddp_share_the_work(given):
-    """Each of eight matrices, in each step and at the start, on one rank; without a group on all."""
-    expected, extra = alone(), 8  # the last write_pc, of rank 0 alone
+    """In each step and at the start, one rank computes each of eight matrices; without a group every rank does."""
+    expected, extra = alone(), 8  # by the last write_pc, on rank 0 alone
     found = run_ranks(2, _share, given)
     pulled = [computed["pull_back"] for computed, _ in found]
     written = [computed["write"] - extra * (rank == 0) for rank, (computed, _) in enumerate(found)]
@@ -257,7 +257,7 @@ def test_ranks_of_ddp_share_the_work(given):
 
 
 def _join(rank, throw):
-    """Rank 1 has fewer batches; afterwards all ranks have what the last one has."""
+    """Rank 1 has fewer batches; afterwards all ranks have the weights of the rank that trained longest."""
     loop = Loop(lambda p: torch.optim.SGD(p, lr=0.05), wrap=DDP, **SETTINGS)
     with Join([loop.model], throw_on_early_termination=throw):
         for step in range(3 - rank):
@@ -275,7 +275,7 @@ def test_ranks_with_fewer_batches():
 
 
 def _after(rank, wrap):
-    """What is said where DDP or FSDP comes after the preconditioner."""
+    """The error if DDP or FSDP comes after the preconditioner."""
     loop = Loop(sgd, **SETTINGS)
     with pytest.raises(UserError) as raised:
         loop.model = WRAPS[wrap](loop.model)
@@ -295,7 +295,7 @@ def test_wrapping_after_precondition_is_refused(wrap, said):
 
 
 def _copies(rank):
-    """Of `ddp.module`: a copy, an average, a file; evaluated, and wrapped again once they are plain."""
+    """A copy, an average and a pickle of `ddp.module` are evaluated, merged, and wrapped again."""
     loop = Loop(sgd, wrap=DDP, **SETTINGS)
     loop.step()
     module, x = loop.model.module, toy_batch(0)
@@ -326,7 +326,7 @@ def test_fsdp1_is_refused():
 
 
 def _written_while_gathered(rank, write):
-    """Whether each layer has PC(W), where a forward pass had left FSDP holding gathered weights."""
+    """Whether each layer has PC(W), although FSDP held weights that an earlier forward pass gathered."""
     mesh = init_device_mesh("cpu", (2,))
     model = fully_shard(pc.attach(toy_model(), CONFIG), mesh=mesh, reshard_after_forward=False)
     preconditioner = pc.precondition(model)
@@ -409,7 +409,7 @@ def _from_meta(rank, how):
 
 @pytest.mark.parametrize("how", ["broadcast", "assign"])
 def test_fsdp2_from_meta(how):
-    """Its standard start; resumed with the moments of gammas too."""
+    """FSDP2's standard start; the resume has the moments of gammas too."""
     expected = alone(adamw, steps=1)
     for found, straight, resumed in run_ranks(2, _from_meta, how):
         require_near(found, expected, 1e-9)  # AdamW divides by root mean squares near zero
@@ -418,12 +418,12 @@ def test_fsdp2_from_meta(how):
 
 
 def _whole_state(rank, wrap, state):
-    """Trains a step on the state of another kind of model, if one is given: its whole states, and results."""
+    """Whole states and results after a step, which starts from `state`, of another kind of model, if it is given."""
     options = StateDictOptions(full_state_dict=True)
     loop = Loop(adamw, seed=5 if state else 0, wrap=WRAPS.get(wrap, lambda model: model), **SETTINGS)
-    loop.step(9)  # its optimizer has a state
+    loop.step(9)  # so that its optimizer has a state
     if state:
-        model, optimizer = copy.deepcopy(state)  # a process's arguments are in memory that it shares
+        model, optimizer = copy.deepcopy(state)  # the arguments are in shared memory
         set_model_state_dict(loop.model, model, options=options)
         set_optimizer_state_dict(loop.model, loop.optimizer, optimizer, options=options)
     loop.step(3)
@@ -435,7 +435,7 @@ def _whole_state(rank, wrap, state):
 
 @pytest.mark.parametrize("source, ranks", [("FSDP2", 2), ("DDP", 2), ("one process", 1)])
 def test_whole_states_load_into_any_kind_of_model(source, ranks):
-    """On another number of ranks too; training goes on with the same W, gamma, moments and vectors."""
+    """On another number of ranks too; training continues with the same W, gamma, moments and vectors."""
     saved, _ = run_ranks(ranks, _whole_state, source, None)[0]
     assert {name.rpartition("wo.")[2] for name in saved[0] if "wo." in name} == {
         "weight", "weight_orig", "weight_gamma", "weight_u", "weight_v",
@@ -446,7 +446,7 @@ def test_whole_states_load_into_any_kind_of_model(source, ranks):
             require_near(found, expected, 1e-9)
 
 
-# --- what ranks do not have in common
+# --- ranks that differ
 
 
 class Routed(nn.Module):
@@ -465,7 +465,7 @@ class Routed(nn.Module):
 
 
 def _without_tokens(rank, lr):
-    """Experts on a rank each, in an optimizer of their own, and in one with the rest whose groups do not mix kinds."""
+    """One expert on each rank; the experts have their own optimizer (`lr` 0), or their own group in a common one."""
     config = PCConfig(blocks=("*experts", "*dense"), splits={"experts": pc.MatrixSplit(("up",))})
     model = pc.attach(Routed(), config)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
@@ -488,13 +488,13 @@ def _without_tokens(rank, lr):
 
 @pytest.mark.parametrize("lr", [0.0, 1e-2])
 def test_a_rank_without_gradients_goes_on_as_the_others(lr):
-    """Also in a first step of rate 0, as schedules of Hugging Face begin, which looks like the one that creates state."""
+    """Also in a first step at rate 0, as in Hugging Face's schedules, which looks like a step that only creates state."""
     (first,), (second,) = run_ranks(2, _without_tokens, lr)
     assert torch.equal(first, second) and (first[0] == 1.0) == (lr == 0.0)
 
 
 def _asks_alone(rank):
-    """One replica asks for its optimizer's state before the first step, as where rank 0 alone saves."""
+    """Only rank 0 asks for its optimizer's state before the first step, as where it alone saves."""
     loop = Loop(sgd, wrap=DDP, **SETTINGS)
     if rank == 0:
         get_optimizer_state_dict(loop.model.module, loop.optimizer)
@@ -507,7 +507,7 @@ def test_one_replica_may_ask_for_the_state_alone():
 
 
 def _zero(rank):
-    """With PC first, ZeRO's optimizer has W and gammas when it divides its parameters; later it would not look at them."""
+    """PC must come first: ZeRO's optimizer divides its parameters once, and would not see a W or gamma that comes later."""
     model = DDP(pc.attach(toy_model(), CONFIG))
 
     def make():

@@ -1,4 +1,4 @@
-"""Diagnostics over ranks against one process, whose own are compared with a float64 SVD in unit/train/test_diagnostics."""
+"""Diagnostics over ranks against one process, which unit/train/test_diagnostics compares with a float64 SVD."""
 
 import json
 import re

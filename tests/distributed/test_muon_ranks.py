@@ -14,7 +14,7 @@ from pc import MatrixSplit, PCConfig
 from pc.optim.muon import Muon
 from pc.splits import split_of
 
-# With three ranks (1, 4) and (2, 9) leave ranks empty.
+# On three ranks, (1, 4) and (2, 9) leave some ranks empty.
 MATRICES = [(7, 5), (7, 5), (5, 7), (1, 4), (6, 6), (3, 8), (2, 9)]
 SPLITS = [
     ((20, 7), MatrixSplit(("q", "k", "v"), sizes=(3, 1, 1), head_dim=4)),
@@ -34,7 +34,7 @@ def _draw(step):
 
 
 def _separate(tensors):
-    """The matrices of every weight."""
+    """The separate matrices of every weight."""
     separate = []
     for tensor, (shape, given) in zip(tensors, WEIGHTS, strict=True):
         if given is None:
@@ -70,7 +70,7 @@ def _train(rank, shape, options):
     groups = [{"params": [weight], "split": split} for weight, (_, split) in splits]
     optimizer = Muon([{"params": weights[: len(MATRICES)]}, *groups], **OPTIONS | options)
     for step in range(STEPS):
-        if step == 5 and not shape:  # a copy trains on as the original would
+        if step == 5 and not shape:  # a copy continues as the original would
             weights, optimizer = copy.deepcopy((weights, optimizer))
         for weight, gradient in zip(weights, _draw(step), strict=True):
             weight.grad = shard(gradient) if shape else gradient

@@ -1,4 +1,4 @@
-"""`pc.owner` on sharded weights: its example against the same on one process, in float64, and what it refuses."""
+"""`pc.owner` on sharded weights: its example against one process, in float64, and what it refuses."""
 
 import importlib.util
 import itertools
@@ -52,7 +52,7 @@ def _on_ranks(rank, degrees):
     owner.BUCKET_BYTES = 300  # several buckets, of one matrix or two
     found = _train(lambda x: sharded(mesh, x))
     differences = []
-    for last in (2, 3):  # against the same, and as a control against other gradients in the last step
+    for last in (2, 3):  # 2: the same gradients; 3, a control: others in the last step
         expected = sharded(mesh, _train(unsharded, last))
         pairs = [(local(a), local(b)) for a, b in zip(found, expected, strict=True)]
         differences.append(max((a - b).abs().max().item() for a, b in pairs if a.numel()))
@@ -67,7 +67,7 @@ def test_sharded_equals_one_process(degrees):
 
 
 def _in_mesh_order(rank, ranks):
-    """Of an even and an uneven matrix: the difference from f of the whole, and as a control that of the matrix itself."""
+    """For an even and an uneven matrix: how far the result, and as a control the input, is from f of the whole matrix."""
     mesh = DeviceMesh("cpu", ranks)
     if mesh.get_coordinate() is None:
         return []
@@ -84,7 +84,7 @@ def _in_mesh_order(rank, ranks):
     return found
 
 
-# process groups that are: one mesh dimension, all ranks, some ranks
+# the process group is one mesh dimension, all ranks, some ranks
 @pytest.mark.parametrize("ranks, world", [([1, 0], 2), ([[0, 2], [1, 3]], 4), ([[0, 2], [1, 3]], 5)])
 def test_the_ranks_of_a_mesh_may_have_any_order(ranks, world):
     for difference, control in itertools.chain(*run_ranks(world, _in_mesh_order, ranks)):

@@ -7,7 +7,7 @@ from helpers import tiny
 from helpers.ranks import run_ranks
 from helpers.toy import whole
 
-SEQUENCES = 36  # of one optimizer step: divides by 1, 2, 3, 4 ranks and by 3 micro-batches
+SEQUENCES = 36  # of one optimizer step; divisible by 1, 2, 3, 4 ranks and by 3 micro-batches
 TOLERANCE = 1e-12  # float64 sums in another order, relative to the largest entry of each gradient
 BASELINE = ["--pc.enable", "false"]
 
@@ -33,11 +33,11 @@ AC = ["--activation_checkpoint.mode", "selective", "--activation_checkpoint.sele
 
 # Name, batches that a rank accumulates, micro-batches of each that go through the pipeline, further overrides.
 PLAIN = [("1 micro-batch", 1, 1, NO_AC), ("3 micro-batches, AC", 3, 1, AC)]
-SYNC = "--parallelism.fsdp_sync"  # once per step unless it is given
+SYNC = "--parallelism.fsdp_sync"  # the default is once per step
 OTHER_SYNCS = [("3 micro-batches, synchronised with each", 3, 1, [SYNC, "micro_batch", *NO_AC])]
 SCHEDULE = "--parallelism.pipeline_parallel_schedule"
 PIPELINED = [
-    ("1 micro-batch", 1, 1, [SCHEDULE, "GPipe", *NO_AC]),  # the other schedules need one for each stage
+    ("1 micro-batch", 1, 1, [SCHEDULE, "GPipe", *NO_AC]),  # the other schedules need a micro-batch for each stage
     *((f"{name}, 4 stages, two of them without a layer", 1, 6, [SCHEDULE, name, *NO_AC])
       for name in ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble")),
     ("3 accumulated of 3 micro-batches, AC", 3, 3, [SCHEDULE, "1F1B", *AC]),
@@ -45,7 +45,7 @@ PIPELINED = [
 
 
 def _in_float64() -> None:
-    """Let TorchTitan compute in float64 in this process: it has no such dtype, and does two things in float32."""
+    """Let TorchTitan compute in float64 in this process: it lacks this dtype, and computes two things in float32."""
     import torchtitan.components.loss as loss
     import torchtitan.models.llama3.model.model as llama
     from torchtitan.config import TORCH_DTYPE_MAP
@@ -108,7 +108,7 @@ def _oracle(rank, config, levels) -> list[dict[str, torch.Tensor]]:
 
 
 def _gradients(rank, config, cases) -> list[dict[str, torch.Tensor]]:
-    """For each case, a list of overrides: this rank's gradients as the trainer clips them, whole, and their norm."""
+    """For each case (a list of overrides): this rank's whole gradients as the trainer clips them, and their norm."""
     from pc.targets import clean_name
     from pc_recipe.config import load_config
     from pc_recipe.train.trainer import Trainer
@@ -116,11 +116,11 @@ def _gradients(rank, config, cases) -> list[dict[str, torch.Tensor]]:
     class Recorded(Trainer):
         def _finish_gradients(self):
             super()._finish_gradients()
-            self.gradients = {  # by the names of layers in the graph
+            self.gradients = {  # under the names that the in-graph layers use
                 clean_name(name).replace("weight_orig", "weight").replace("weight_gamma", "gamma"): whole(p.grad)
                 for model in self.model_parts
                 for name, p in model.named_parameters()
-                if p.grad is not None  # that of PC(W) is gone
+                if p.grad is not None  # PC(W)'s has been cleared
             }
 
     _in_float64()

@@ -9,12 +9,12 @@ from helpers.ranks import run_ranks
 from helpers.tiny import make_trainer
 
 WORDS = "--training.steps=5 --training.global_batch_size=4 --metrics.log_freq=5 --validation.enable=false"
-OUTPUT, SLOWER = 0.2, 0.1  # seconds in the output layer; 10 % of five of the first are more than a busy machine adds
-LOADING = 0.5  # of the time since the batch before, however busy the machine is
+OUTPUT, SLOWER = 0.2, 0.1  # seconds in the output layer; 10 % of five times the first is more than a busy machine adds
+LOADING = 0.5  # of the time since the previous batch, so it grows with a busy machine
 
 
 def _warnings(rank, config, folder, slow):
-    """Of rank 0, in which rank 1 takes longer to load data or to compute."""
+    """This rank's warnings in a run whose rank 1 takes longer to load data or to compute."""
     from pc_recipe.train import metrics
 
     metrics.SECONDS_BETWEEN_SLOW_RANKS = 0.0
@@ -41,7 +41,7 @@ def _warnings(rank, config, folder, slow):
 
 
 @pytest.mark.parametrize("slow", ["loading", "output", "neither"])
-def test_it_is_named_in_the_log(tiny_config, tmp_path, slow):
+def test_the_slow_rank_is_named_in_the_log(tiny_config, tmp_path, slow):
     found, of_others = run_ranks(2, _warnings, tiny_config[0], tmp_path, slow)
     work = {"loading": ["loading data"], "output": ["the output layer and the loss"], "neither": []}[slow]
     assert of_others == [] and len(found) == len(work)

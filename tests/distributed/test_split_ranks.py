@@ -14,7 +14,7 @@ import pc
 from helpers.ranks import run_ranks
 from pc import MatrixSplit, PCConfig, owner
 
-# Parameter: (shape, split). No boundary of two or three shards is one of parts, heads or experts.
+# Parameter: (shape, split). Boundaries of two or three shards are not those of parts, heads or experts.
 WEIGHTS = {
     "qkv": ((20, 7), MatrixSplit(("q", "k", "v"), sizes=(3, 1, 1), head_dim=4)),
     "interleaved": ((18, 5), MatrixSplit(("q", "k", "v"), repeats=3)),
@@ -25,7 +25,7 @@ WEIGHTS = {
 }
 CONFIG = PCConfig(
     level={"q": 2, "v": 4, "o": 4, "ffn": 1},
-    blocks=("q", "v", "o", "ffn"),  # k stays as it is
+    blocks=("q", "v", "o", "ffn"),  # k has no PC
     splits={f"*.{name}": split for name, (_, split) in WEIGHTS.items()},
 )
 
@@ -42,7 +42,7 @@ def plain():
 
 
 def train(part, change):
-    """All parameters after two steps on drawn gradients from a preserving start, and after each pull-back the gradients."""
+    """All parameters after two steps on drawn gradients from a preserving start, and the gradients of each pull-back."""
     optimizer = torch.optim.SGD(part.parameters(), lr=0.1)
     preconditioner = pc.precondition([*part.values()] if isinstance(part, nn.ModuleDict) else [part])
     pc.preserve(part)
@@ -74,7 +74,7 @@ def like(tensor, sharded):
     return DTensor.from_local(tensor.contiguous(), mesh, placements, run_check=False, **full)
 
 
-# By name: mesh, the tensor-parallel dimension of the stacks (None: no tensor parallelism), FSDP's dimension of them.
+# By name: mesh, the dimension of the stacks that tensor parallelism shards (None: no tensor parallelism), and FSDP's.
 LAYOUTS = {
     "FSDP2, experts": ({"fsdp": 2}, None, 0),
     "FSDP3, experts": ({"fsdp": 3}, None, 0),

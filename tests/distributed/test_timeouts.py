@@ -1,4 +1,4 @@
-"""After its first step a run waits at most `comm.train_timeout_seconds`, by torch's public function where there is one."""
+"""After its first step a run waits at most `comm.train_timeout_seconds`, set by torch's public function if there is one."""
 
 import pytest
 
@@ -10,13 +10,13 @@ WORDS = f"--training.steps=1 --checkpoint.enable=false --comm.train_timeout_seco
 
 
 def _timeouts_of_a_step(rank, config, has_public):
-    """Seconds set by each call, and of each group afterwards where torch's private function sets them."""
+    """Seconds of each call of torch's public function, or without one those of each group afterwards."""
     import torch
     import torch.distributed as dist
     from torch.distributed import distributed_c10d
 
     calls = []
-    if has_public:  # a torch without the private function, which is deprecated
+    if has_public:  # as in a torch without the deprecated private function
         del distributed_c10d._set_pg_timeout
         dist.set_timeout = lambda timeout, group: calls.append(timeout.seconds)
     make_trainer(config, WORDS).train()
@@ -26,7 +26,7 @@ def _timeouts_of_a_step(rank, config, has_public):
 
 
 @pytest.mark.parametrize("has_public", [False, True])
-def test_all_groups_have_it_after_the_first_step(tmp_path, tiny_shards, has_public):
+def test_all_groups_have_the_timeout_after_the_first_step(tmp_path, tiny_shards, has_public):
     config = write_config(tmp_path / "run.toml", tiny_shards, tmp_path / "run")
     [seconds] = run_ranks(1, _timeouts_of_a_step, config, has_public)
     assert len(seconds) >= 2 and set(seconds) == {SECONDS}

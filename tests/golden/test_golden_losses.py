@@ -1,5 +1,5 @@
 """The first losses of the debug config on the demo text, compared with recorded ones. A change that should not affect
-results must not change them. To record new ones after a change that should: WRITE_GOLDEN=1 python -m pytest
+results must not change them. After a change that should, record them again: WRITE_GOLDEN=1 python -m pytest
 tests/golden
 """
 
@@ -43,8 +43,8 @@ def test_first_losses(demo_data, tmp_path, name):
     if os.environ.get("WRITE_GOLDEN"):
         golden[name] = [round(loss, 6) for loss in losses]
         write_atomically(GOLDEN, json.dumps(golden, indent=1, sort_keys=True) + "\n")
-    # float32 on CPUs with other vector widths sums in another order; some steps grow 1e-7 to some 1e-5, and
-    # Muon's bfloat16 iteration to some 1e-3. The four methods differ by more: the test below.
+    # CPUs with other vector widths sum float32 in another order. After some steps, 1e-7 has grown to about 1e-5, with
+    # Muon's bfloat16 iteration to about 1e-3. The four methods differ by more: the test below.
     assert losses == pytest.approx(golden[name], rel=2e-3 if "muon" in name else 2e-4)
 
 

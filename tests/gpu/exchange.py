@@ -1,6 +1,6 @@
 """One rank: PC on matrices sharded over all ranks against one CPU in float64, Muon against torch's own.
 
-Ends with an error where they differ. `torchrun --nproc-per-node N tests/gpu/exchange.py DEVICE`
+Ends with an error if they differ. `torchrun --nproc-per-node N tests/gpu/exchange.py DEVICE`
 """
 
 import os
@@ -28,7 +28,7 @@ def train(model: nn.Module, change) -> dict[str, torch.Tensor]:
     for _ in range(STEPS):
         optimizer.zero_grad()
         for name, parameter in model.named_parameters():
-            if not name.endswith(("orig", "gamma")):  # pull_back sets those
+            if not name.endswith(("orig", "gamma")):  # pull_back sets their gradients
                 parameter.grad = change(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
         preconditioner.pull_back()
         optimizer.step()

@@ -95,9 +95,9 @@ def _run(words, device=DEVICE):
 
 @pytest.fixture(scope="module")
 def losses(tiny_shards, tmp_path_factory):
-    """Losses of six steps: the CPU's, and those of runs that go on from the CPU's third step on the device.
+    """Losses of six steps: the CPU's, and those of runs that continue from the CPU's third step on the device.
 
-    Each device draws first weights of its own, so only the checkpoint makes weights equal.
+    Each device draws its own initial weights, so only a checkpoint makes weights equal.
     """
     folder = tmp_path_factory.mktemp("runs")
 

@@ -11,9 +11,9 @@ _COMMIT = re.compile(r"\b(?=[0-9a-f]*\d)[0-9a-f]{7}\b")
 
 
 def paragraphs(document: str) -> Iterator[tuple[str, bool]]:
-    """Each, and whether it may name what is gone: it names a commit, or its page does and is of results or a study.
+    """Each paragraph, and whether it may name what is gone: it names a commit, or its page does and is of results or a study.
 
-    A table's row is a paragraph, and so is a block of commands, whose continued lines are joined.
+    A table row is a paragraph, and so is a block of commands, whose continued lines are joined.
     """
     text = (ROOT / document).read_text().replace("\\\n", " ")
     past = document.startswith(("results/", "experiments/")) and bool(_COMMIT.search(text))

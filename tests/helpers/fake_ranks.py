@@ -24,7 +24,7 @@ from pc_recipe.train.parallelize import AlwaysSharded, parallelize
 
 @dataclass(eq=False)
 class Counts(TorchDispatchMode):
-    """Inside the context: all-to-alls of `pc.owner`, and all other collectives."""
+    """Counts the all-to-alls of `pc.owner`, and all other collectives."""
 
     rank: int
     all_to_alls: list[tuple[int, int]] = field(default_factory=list)

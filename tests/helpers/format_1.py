@@ -1,4 +1,4 @@
-"""A data folder as versions before format 2 left it: the tokenizer's files as given, a checksum of the settings."""
+"""A data folder as versions before format 2 wrote it: the tokenizer's files as given, a checksum of the settings."""
 
 import hashlib
 import json
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def make_format_1(folder: Path, given: dict[str, bytes], kind: str) -> Path:
-    """Change a folder of format 2, whose shards are the same; given: {name: bytes} of the tokenizer's own files."""
+    """Change a folder of format 2; its shards stay. given: {name: bytes} of the tokenizer's own files."""
     manifest = json.loads((folder / "manifest.json").read_text())
     job = json.loads((folder / "tokenizing.json").read_text())
     tokenizer = manifest["tokenizer"]

@@ -1,5 +1,5 @@
-"""Replaces the trainer: each rank writes where it, its launcher and its children listen to listens.<rank>.json, beside the
-config that it is given."""
+"""Replaces the trainer: each rank writes the addresses on which it, its launcher and its children listen to
+listens.<rank>.json, beside its config."""
 
 import json
 import os
@@ -12,14 +12,14 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
-import pc_recipe.runs.worker  # noqa: F401 (what it decides is tested)
+import pc_recipe.runs.worker  # noqa: F401 (importing it makes the decisions that are tested)
 
 
 def main() -> None:
     folder = Path(sys.argv[1]).parent
     dist.init_process_group("gloo")
     dist.all_reduce(torch.ones(1))
-    save = dcp.async_save(  # by a process of torch's own, whose process group is a second one
+    save = dcp.async_save(  # in a process that torch starts, which has a second process group
         {"w": torch.ones(1)}, checkpoint_id=folder / "saved", async_checkpointer_type=AsyncCheckpointerType.PROCESS
     )
     save.result()

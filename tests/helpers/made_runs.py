@@ -45,7 +45,7 @@ def make_run(
     args = model_args(flavor, max_seq_len=SEQ_LEN, init_seed=seed, vocab_size=vocab_size)
     raw = Llama2(args)
     raw.init_weights()
-    for parameter in raw.parameters():  # norms of ones, and a small head, would hide mistakes
+    for parameter in raw.parameters():  # mistakes would not show with norms of ones and a small head
         parameter.data.add_(torch.randn_like(parameter), alpha=0.02)
     entries: dict[str, Tensor] = {key: tensor.clone() for key, tensor in raw.state_dict().items()}
     effective = dict(entries)
@@ -93,14 +93,14 @@ def save_checkpoint(run: Path, with_pc: bool, level=4) -> Llama2:
 
 
 def make_begun(folder: Path) -> None:
-    """A run of 3 steps, as far as a launcher looks at it."""
+    """As much of a run of 3 steps as a launcher looks at."""
     (folder / "checkpoint" / "step-3").mkdir(parents=True)
     (folder / "checkpoint" / "step-3" / ".metadata").touch()
     (folder / "config.toml").write_text('[model]\nflavor = "debug"\n[pc]\nenable = true\n')
 
 
 def validations(losses: Sequence[float | None], tokens_per_step: int = 100) -> list[dict]:
-    """Lines of a run that was validated after every step."""
+    """The log lines of a run that was validated after every step."""
     return [
         {"step": step, "tokens": step * tokens_per_step, "validation_loss": loss}
         for step, loss in enumerate(losses, start=1)
@@ -138,7 +138,7 @@ def write_metrics(run: Path, *, gain: float, estimates: bool) -> None:
     write_run(run, lines)
 
 
-# Three items of each set, written for the tests, with the columns of the real sets.
+# Three items of each evaluation set, written for the tests, with the columns of the real sets.
 EVALUATION_ITEMS: dict[str, list[dict]] = {
     "lambada_openai": [
         {"text": "He looked for the key in every drawer, and at last beside the lamp he found the key"},

@@ -2,7 +2,7 @@
 
     with pretended_cuda() as strict:
         tensor = torch.empty(3, 4, device="cuda")       # no memory, no numbers
-        with strict:                                    # in here no CPU tensors, and no wait for the device
+        with strict:                                    # here CPU tensors and waits for the device are errors
             ...
 
 In a CPU build torch's FakeTensorMode has no CUDA device, because no device guard is registered. A guard that does
@@ -48,8 +48,8 @@ def waits(function: OpOverload, args: tuple, kwargs: dict) -> bool:
 
 
 class Strict(TorchDispatchMode):
-    """Refuses operations that use a CPU tensor or make the host wait for the device. A number may be sent to the host
-    without waiting, and read there: it is 0."""
+    """Refuses operations that use a CPU tensor or make the host wait for the device. A scalar that was copied to the host
+    without waiting may be read there: it is 0."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name, kwargs = str(function), kwargs or {}
@@ -65,8 +65,8 @@ class Strict(TorchDispatchMode):
 
 
 class Counted(TorchDispatchMode):
-    """Counts, while `on`, the operations on the device (views do nothing there), the exchanges, and for how many the host
-    waits. Every number that the host reads is 1."""
+    """Counts, while `on`, the operations on the device (but views, which do nothing there), the exchanges, and the waits of
+    the host. Every number that the host reads is 1."""
 
     on = True
 
@@ -77,7 +77,7 @@ class Counted(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if DTensor in types:
-            return NotImplemented  # its operations on shards come here again
+            return NotImplemented  # its operations on shards come here in their turn
         name, kwargs = str(function), kwargs or {}
         self.waits[name] += self.on and waits(function, args, kwargs)
         if name == "aten._local_scalar_dense.default" and isinstance(args[0], FakeTensor):
@@ -95,7 +95,7 @@ class Counted(TorchDispatchMode):
 
     @contextlib.contextmanager
     def without(self) -> Iterator[None]:
-        """Do not count."""
+        """Stop counting inside this context."""
         self.on, before = False, self.on
         yield
         self.on = before
@@ -111,12 +111,12 @@ def pretended_cuda() -> Iterator[Strict]:
         command = [COMPILER, "-shared", "-fPIC", "-std=c++20", f"-I{root / 'include'}", str(source), "-o", str(library)]
         subprocess.run([*command, f"-L{root / 'lib'}", "-lc10"], check=True)
         ctypes.CDLL(str(library))
-    # an event of a device that computes nothing has happened once it is recorded
+    # with a mock, an event has happened as soon as it is recorded: the device computes nothing
     with FakeTensorMode(), mock.patch("torch.Event"), mock.patch.object(owner, "_group_of", _group_of):
         yield Strict()
 
 
 def _group_of(*of, group_of=owner._group_of):
-    """Read the mesh's ranks, numbers in a real tensor, outside the fake mode."""
+    """Read the mesh's ranks outside the fake mode: they are in a real tensor."""
     with _disable_current_modes():
         return group_of(*of)

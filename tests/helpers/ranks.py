@@ -42,7 +42,7 @@ def run_ranks(world_size: int, function, *args, timeout: float = 240.0) -> list:
             for _ in range(world_size):
                 rank, result, error = _next(queue, processes, timeout)
                 if error is not None:
-                    time.sleep(0.5)  # a rank whose end caused the error shows its status by now
+                    time.sleep(0.5)  # by now a rank whose end caused the error shows its status
                     ended = {r: p.exitcode for r, p in enumerate(processes) if p.exitcode}
                     raise AssertionError(f"rank {rank} failed (status of ranks that were killed: {ended}):\n{error}")
                 # trusted bytes, just written by the process above
@@ -68,12 +68,12 @@ def sharded(mesh, tensors) -> list[nn.Parameter]:
 
 
 def unsharded(tensors) -> list[nn.Parameter]:
-    """The same on one process."""
+    """The same tensors as parameters of one process."""
     return [nn.Parameter(tensor) for tensor in tensors]
 
 
 def _next(queue, processes, timeout: float):
-    """What a rank returns. As under torchrun, a rank that was killed ends the others too."""
+    """The next result of a rank. As under torchrun, a rank that was killed ends the others too."""
     deadline = time.monotonic() + timeout
     while True:
         killed = [process.exitcode for process in processes if process.exitcode]
@@ -90,13 +90,13 @@ def _main(rank, world_size, store, queue, function, args) -> None:
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     result, error = None, None
-    crash = open(f"{store}.{rank}.crash", "w")  # empty, unless torch crashes: then where each thread was
+    crash = open(f"{store}.{rank}.crash", "w")  # gets the stack of each thread if torch crashes
     faulthandler.enable(crash)
     try:
         dist.init_process_group(
             "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=120)
         )
-        # As bytes, because a tensor in the queue would be in shared memory that is freed with its process.
+        # As bytes: a tensor in the queue would be in shared memory, which is freed when its process ends.
         buffer = io.BytesIO()
         torch.save(function(rank, *args), buffer)
         result = buffer.getvalue()

@@ -11,7 +11,7 @@ SIZE = 258  # entries
 
 
 def make_tokenizer(folder: Path, reverse: bool = False) -> Path:
-    """Bytes, <s> and </s>; reverse: the same entries under other ids."""
+    """Bytes, <s> and </s>; reverse: the same entries with other ids."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet(), reverse=reverse)
     model = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
     model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -24,7 +24,7 @@ def make_tokenizer(folder: Path, reverse: bool = False) -> Path:
 
 
 def make_llama(folder: Path, seed: int = 0, **save) -> LlamaForCausalLM:
-    """A folder of a Llama with random weights, as transformers writes it; save: for `save_pretrained`."""
+    """A Llama with random weights, in a folder as transformers writes it; save: options of `save_pretrained`."""
     torch.manual_seed(seed)
     model = LlamaForCausalLM(
         LlamaConfig(

@@ -1,4 +1,4 @@
-"""Token shards of any size on a small disk: sparse files of zeros, with a manifest."""
+"""Token shards of any size on a small disk: sparse files of zeros with a manifest."""
 
 import hashlib
 import io

@@ -69,7 +69,7 @@ def model_args(flavor: str, **changes: Any) -> Llama2Args:
 
 
 def make_shards(folder: Path, tokenizer: str | None = None) -> Path:
-    """Token shards of synthetic sentences; returns their folder. tokenizer None: one trained on them, of `VOCAB_SIZE`."""
+    """Make token shards of synthetic sentences; returns their folder. By default a tokenizer is trained on the sentences."""
     from pc_recipe.data.tokenizing import tokenize
 
     draw = random.Random(0)
@@ -101,7 +101,7 @@ def write_config(path: Path, shards: Path, run_folder: Path) -> Path:
 
 
 def write_small_config(path: Path, shards: Path, steps: int, interval: int) -> Path:
-    """The same for separate processes, which know only the recipe's sizes; a step is one batch of two sequences."""
+    """The same for separate processes, which know only the recipe's model sizes; a step is one batch of two sequences."""
     config = tomllib.loads(write_config(path, shards, path.with_suffix("")).read_text())
     config["model"]["flavor"] = "debug"
     config["training"] |= {"seq_len": 32, "global_batch_size": 2, "steps": steps}
@@ -118,7 +118,7 @@ def trainer_class():
 
     from pc_recipe.train.trainer import Trainer
 
-    # At its end TorchTitan's trainer waits two seconds for other ranks, most of such a run's time.
+    # TorchTitan's trainer ends with a wait of two seconds for other ranks, most of the time of such a run.
     torchtitan.train.time = SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda _: None)
     return Trainer
 
@@ -139,7 +139,7 @@ def train(rank: int, config: Path, overrides: list[str]) -> dict[str, torch.Tens
 
 
 def state_of(trainer) -> dict[str, torch.Tensor]:
-    """Parameters and buffers of this rank's model parts under checkpoint names, as whole tensors."""
+    """Parameters and buffers of this rank's model parts, as whole tensors under their checkpoint names."""
     return {name: whole(tensor) for name, tensor in trainer.checkpointer.states["model"].state_dict().items()}
 
 

@@ -7,7 +7,7 @@ from helpers.tiny import ROOT
 
 
 def run_without_torch(code: str) -> tuple[int, str]:
-    """(status, output) of a command in a process of its own; neither torch nor TorchTitan was imported there."""
+    """(status, output) of a command in a new process; asserts that it imported neither torch nor TorchTitan."""
     code = f"import runpy, sys\n{code}\nfinally: print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     *said, modules = done.stdout.splitlines()

@@ -26,7 +26,7 @@ class ToyBlock(nn.Module):
 
 
 def toy_model(d: int = 7, f: int = 10, layers: int = 2, seed: int = 0) -> nn.Sequential:
-    """float64; no default size is divisible by 3, nor d by 2, so shards are uneven."""
+    """A float64 model; by default no size is divisible by 3, nor d by 2, so shards are uneven."""
     generator = torch.Generator().manual_seed(seed)
     model = nn.Sequential(*(ToyBlock(d, f) for _ in range(layers))).double()
     with torch.no_grad():
@@ -65,10 +65,10 @@ def sgd(parameters):
 
 
 class Loop:
-    """A training loop on the toy model; a test leaves something out.
+    """A training loop on the toy model; tests leave some of its calls out.
 
     Args:
-        make: the optimizer of parameters, or several in a list.
+        make: makes an optimizer, or a list of several, from parameters.
         follow: whether the preconditioner follows it, or the loop calls `write_pc` by hand.
     """
 
@@ -164,7 +164,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def expected_pc(preconditioner):
-    """PC(W) of the preconditioner's W, gamma, u and v, by the reference."""
+    """PC(W) from the preconditioner's W, gamma, u and v, by the reference `pc.effective_weight`."""
     return {
         name: pc.effective_weight(*map(whole, (w.orig, w.gamma, w.u, w.v)), w.config).detach()
         for name, w in preconditioner.weights.items()
@@ -172,7 +172,7 @@ def expected_pc(preconditioner):
 
 
 def require_pc(preconditioner, tolerance=1e-12):
-    """Assert that `weight` holds the PC(W) of W."""
+    """Assert that each `weight` holds PC(W)."""
     for name, expected in expected_pc(preconditioner).items():
         found = whole(preconditioner.weights[name].effective)
         torch.testing.assert_close(
