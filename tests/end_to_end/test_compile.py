@@ -21,17 +21,18 @@ QUICK = [
 ]
 DIAGNOSTICS = ["--diagnostics.freq", "3"]  # in the first step and the last
 
-# Name, what is added, graphs. All blocks share one, but - with every second block checkpointed there is one graph for
-# each kind; - with outputs measured on some steps, those steps have another graph (pc_recipe.train.activations).
+# Name, added words, number of graphs. All blocks share one graph, except that
+# - blocks with and without checkpointing have one each;
+# - steps with measured outputs have another one (pc_recipe.train.activations).
 CASES = {
     1: [
         ("full AC", FULL, 1),
         ("AC of every second block", SELECTIVE, 2),
-        ("AC by operation", PER_OPERATION, 1),  # the recipes'
+        ("AC by operation", PER_OPERATION, 1),  # as in the recipes
         ("outputs measured on some steps", DIAGNOSTICS, 2),
     ],
     2: [
-        # the loss is left out, although it is asked for
+        # the loss is not compiled, although the option asks for it
         ("TP2, AC by operation", [*TP2, *PER_OPERATION, "--compile.components", "model,loss"], 1),
         ("PP2", PP2, 1 if torch.__version__ >= (2, 13) else 2),  # torch 2.11 makes two
     ],
@@ -39,7 +40,7 @@ CASES = {
 
 
 def _train_counted(rank, config, cases) -> list[tuple[int, dict]]:
-    """For each case the number of compiled graphs, and the reasons of graph breaks."""
+    """For each case the number of compiled graphs, and the reasons for graph breaks."""
     import torch._dynamo
     from torch._dynamo.utils import counters
 

@@ -1,4 +1,4 @@
-"""The data commands as a user runs them: shared by the tasks of an array, inspected."""
+"""The data commands as a user runs them: divided among the tasks of a job array, inspected."""
 
 import re
 import subprocess
@@ -46,7 +46,7 @@ def test_array_tasks_share_the_work_which_is_inspected(tmp_path, monkeypatch, co
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"], ids=["at the end", "at a line"])
-def test_a_reader_that_leaves_early_ends_the_command_in_silence(unbuffered, tmp_path, monkeypatch):
+def test_a_closed_pipe_ends_the_command_silently(unbuffered, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
     (tmp_path / "a.txt").write_text("some text")
     tokenize(str(tmp_path / "a.txt"), tmp_path / "out")

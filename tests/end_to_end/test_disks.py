@@ -1,4 +1,4 @@
-"""The worker's command on disks that fill, break and refuse: what is lost, what is said, and how the run goes on."""
+"""The worker's command on disks that fill, break and refuse: what is lost, the error, and how the run continues."""
 
 import contextlib
 import errno
@@ -22,7 +22,7 @@ SMALL += ["--training.steps=5", "--checkpoint.interval=1"]
 
 
 def _worker(rank, words, after_step=None, happens=()):
-    """The worker's command; returns its status and stderr. After a step something happens: a function and its arguments."""
+    """The status and stderr of the worker's command. `happens`, a function and its arguments, is called after a step."""
     from pc_recipe.runs import worker
 
     class Trainer(tiny.trainer_class()):
@@ -36,7 +36,7 @@ def _worker(rank, words, after_step=None, happens=()):
         patch.object(worker, "Trainer", Trainer),
         patch.object(sys, "argv", ["worker", *words]),
         patch.object(os, "_exit", sys.exit),
-        patch.object(worker.dist, "destroy_process_group"),  # the helper's
+        patch.object(worker.dist, "destroy_process_group"),  # the helper destroys it
         contextlib.redirect_stderr(said),
     ):
         try:
@@ -47,7 +47,7 @@ def _worker(rank, words, after_step=None, happens=()):
 
 
 def _fails(*arguments) -> str:
-    """The line in which the command says it."""
+    """The line with which the command fails."""
     ((status, said),) = run_ranks(1, _worker, *arguments)
     line = said.splitlines()[-1]
     assert status == 1 and line.startswith("failed: ") and "Traceback" not in said, said
@@ -67,7 +67,7 @@ def _complete(folder) -> list[int]:
 
 @pytest.mark.parametrize("mode, fails_first", [("disabled", "step-1"), ("async", "metrics.jsonl")])
 def test_a_disk_that_fills_after_a_step(tiny_config, mode, fails_first):
-    """The fragment of a checkpoint must not keep the disk full, also if another write fails before it is known to."""
+    """A partial checkpoint must not keep the disk full, also if another write fails before the failed save is noticed."""
     config, folder = tiny_config
     folder.mkdir()
     if fails_first == "metrics.jsonl":
@@ -85,7 +85,7 @@ SUDO = [] if os.geteuid() == 0 else ["sudo", "-n"]
 
 @pytest.fixture
 def mount():
-    """mount(folder, option, ...): a file system there, which the end of the test takes away. Only root may."""
+    """mount(folder, option, ...) mounts a file system until the test ends. It needs root or sudo."""
     folders = []
 
     def mount(folder, *options):
@@ -103,7 +103,7 @@ def mount():
 
 @pytest.fixture(scope="module")
 def undisturbed(tiny_shards, tmp_path_factory):
-    """The losses of the run, and its folder."""
+    """The losses and the folder of an undisturbed run."""
     folder = tmp_path_factory.mktemp("undisturbed")
     config = tiny.write_config(folder / "tiny.toml", tiny_shards, folder / "run")
     run_ranks(1, tiny.train, config, SMALL)
@@ -123,7 +123,7 @@ def test_a_small_file_system_that_becomes_full(tiny_config, mount, undisturbed, 
 
 
 def test_a_file_system_that_breaks_under_a_run(tiny_config, tmp_path, mount, undisturbed):
-    """ext4 refuses all writes once its disk has failed; `abort` is as if it had."""
+    """ext4 refuses all writes once its disk has failed; `abort` simulates that."""
     if not shutil.which("mkfs.ext4"):
         pytest.skip("no mkfs.ext4")
     config, folder = tiny_config
@@ -136,7 +136,7 @@ def test_a_file_system_that_breaks_under_a_run(tiny_config, tmp_path, mount, und
     words = [str(config), *SMALL]
     fails = subprocess.run, [*SUDO, "mount", "-o", "remount,abort", str(folder / "checkpoint")]
     assert os.strerror(errno.EROFS) in _fails(words, 2, fails)
-    # nor does it start, as nothing could be saved
+    # a new start fails too, because nothing could be saved
     assert os.strerror(errno.EROFS) in _fails(words) and tiny.metrics(folder) == undisturbed[0][:2]
     subprocess.run([*SUDO, "umount", folder / "checkpoint"], check=True)
     subprocess.run([*SUDO, "mount", "-o", "loop", disk, folder / "checkpoint"], check=True)
@@ -145,7 +145,7 @@ def test_a_file_system_that_breaks_under_a_run(tiny_config, tmp_path, mount, und
 
 
 def test_checkpoints_in_the_lower_layer_of_an_overlay(tiny_config, tmp_path, mount, undisturbed):
-    """As in a container's image: they cannot be renamed. That is said, and keeps no other from being deleted."""
+    """As in a container image, they cannot be renamed. The error says so, and other checkpoints are still deleted."""
     config, folder = tiny_config
     lower, upper, seen = tmp_path / "lower", tmp_path / "upper", folder / "checkpoint"
     for step in (1, 2):

@@ -33,7 +33,7 @@ def losses(output):
 
 
 def test_loop_with_a_cuda_build_and_no_gpu(run, tmp_path, monkeypatch):
-    """Linux's torch of `pip install torch` names CUDA as its accelerator, also on a machine without one."""
+    """On Linux, the torch of `pip install torch` names CUDA as its accelerator even on a machine without a GPU."""
     named = torch.device("cuda")
     found = torch.accelerator, "current_accelerator", lambda check_available=False: None if check_available else named
     monkeypatch.setattr(*found)
@@ -123,7 +123,7 @@ def test_tour(tmp_path):
         )
         assert losses[-1][1] < losses[-1][0] / 2 and losses[-1][3] < losses[-1][2] / 2
         assert re.search(r"difference of the logits: (0\.0|\d\S*e-0[6-9])\n", said)
-    assert losses[0] == pytest.approx(losses[1], abs=0.02)  # processors round otherwise
+    assert losses[0] == pytest.approx(losses[1], abs=0.02)  # processors round differently
     assert "model.safetensors" in {file.name for file in (tmp_path / "outputs" / "tour").iterdir()}
     text = "".join(cell.source for cell in stored.cells if cell.cell_type == "markdown")
     assert all((EXAMPLES / target).exists() for target in re.findall(r"\]\((\S+?)\)", text))

@@ -34,7 +34,7 @@ EACH_STEP = ["--checkpoint.interval=1", "--checkpoint.keep_latest_k=2", "--valid
 
 
 def _train_until_killed(rank, config, overrides, method="save", number=0, delay=0.0):
-    """This process kills itself so many seconds after the beginning of call `number` of a method that saves or purges."""
+    """This process kills itself `delay` seconds after call `number` of a method that saves or purges begins."""
     trainer, calls = tiny.make_trainer(config, overrides), itertools.count(1)
     real = getattr(trainer.checkpointer, method)
 
@@ -50,7 +50,7 @@ def _train_until_killed(rank, config, overrides, method="save", number=0, delay=
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])
 def test_kills_during_saves_and_purges(tiny_config, tmp_path, mode):
-    """By forks of one process that has imported the recipe."""
+    """Each run is a fork of a process that has imported the recipe."""
     config, _ = tiny_config
     words = [*EACH_STEP, "--model.n_layers=1", "--training.global_batch_size=2", "--training.steps=16"]
     words.append(f"--checkpoint.async_mode={mode}")
@@ -79,7 +79,7 @@ def test_kills_during_saves_and_purges(tiny_config, tmp_path, mode):
 
 @contextlib.contextmanager
 def _continues_from_the_newest(folder):
-    """A start within is from the newest checkpoint that is complete before."""
+    """A run that starts inside this context must resume from the newest checkpoint that was complete before."""
     complete = [int(path.parent.name.removeprefix("step-")) for path in folder.glob("checkpoint/step-*[0-9]/.metadata")]
     log = folder / METRICS_FILE
     starts = log.read_text().count("resumed_from") if log.exists() else 0
@@ -96,14 +96,14 @@ def _what_is_left(folder) -> str:
 
 
 def _require_equal(folder, straight):
-    """Every line of every attempt, to the last digit."""
+    """The loss in every line of every attempt, to the last digit."""
     expected = tiny.metrics(straight)
     for line in json_lines.read(folder / METRICS_FILE):
         assert "loss" not in line or line["loss"] == expected[line["step"] - 1], line
 
 
 def test_kills_of_the_whole_command(tiny_config, tmp_path, launch):
-    """On two ranks: of one of them, which ends the others, or of all processes, as a machine is lost."""
+    """On two ranks: one rank is killed, which ends the others, or all processes, as when a machine is lost."""
     config, folder, steps = _for_other_processes(tiny_config), tmp_path / "run", 3 * KILLS
     words = [*EACH_STEP, "--model.n_layers=1", "--training.global_batch_size=4", f"--training.steps={steps}"]
     assert launch(2, config, *words, f"--job.dump_folder={tmp_path}/straight").wait() == 0
@@ -131,7 +131,7 @@ def test_kills_of_the_whole_command(tiny_config, tmp_path, launch):
 
 
 def test_a_long_run_does_not_grow(tiny_config, tmp_path):
-    """1,000 steps of the tiny model; the same with a restart every 250 has the same losses."""
+    """1,000 steps of the tiny model; with a restart every 250 steps the losses are the same."""
     config, _ = tiny_config
     words = ["--training.global_batch_size=2", "--validation.freq=500", "--lr_scheduler.total_steps=1000"]
     words += ["--checkpoint.interval=100", "--checkpoint.keep_latest_k=2"]
@@ -146,7 +146,7 @@ def test_a_long_run_does_not_grow(tiny_config, tmp_path):
     assert tiny.metrics(tmp_path / "restarted") == tiny.metrics(tmp_path / "straight")
 
 
-STEPS = int(os.environ.get("STEPS", 3_000))  # in six minutes on two busy cores
+STEPS = int(os.environ.get("STEPS", 3_000))  # six minutes on two busy cores
 
 
 def test_the_number_of_steps_of_a_run_changes_nothing(tiny_config, tmp_path):
@@ -162,7 +162,7 @@ def test_the_number_of_steps_of_a_run_changes_nothing(tiny_config, tmp_path):
     # what logging and the allocator keep; a tensor per step would be 2,500 objects
     assert last["bytes"] < settled["bytes"] + 16 * 2**20 and last["objects"] < settled["objects"] + 2000
     middle = [sorted(size["seconds"] for size in part)[len(part) // 2] for part in (sizes[4:14], sizes[-10:])]
-    assert middle[1] < 1.5 * middle[0]  # medians, of CPU time because other work on the machine comes and goes
+    assert middle[1] < 1.5 * middle[0]  # medians of CPU time, which other work on the machine hardly changes
     assert last["metrics"] / STEPS < 1.1 * settled["metrics"] / 500
 
 
@@ -196,12 +196,12 @@ def _train_and_measure(rank, config, overrides):
     return sizes
 
 
-# Relative. float32 sums in another order: 1e-7 each, of which the 32 steps below make 1.3e-6 where measured.
+# Relative. float32 sums in another order differ by 1e-7 each; after the 32 steps below, 1.3e-6 was measured.
 TOLERANCE = 1e-5
 
 
 def test_eight_ranks_one_killed_one_frozen_and_resumes_on_fewer(tiny_config, tmp_path, launch):
-    """One folder, through the launcher: losses equal an undisturbed run's, and no rank stays."""
+    """One folder, through the launcher: losses equal an undisturbed run's, and no rank is left running."""
     config, folder = _for_other_processes(tiny_config), tmp_path / "run"
     words = ["--training.global_batch_size=16", "--training.local_batch_size=1", "--lr_scheduler.total_steps=32"]
     words += ["--checkpoint.interval=4", "--validation.enable=false", f"--job.dump_folder={folder}"]
@@ -210,7 +210,7 @@ def test_eight_ranks_one_killed_one_frozen_and_resumes_on_fewer(tiny_config, tmp
     ranks = _ranks_at(launcher, folder, step=6)
     os.kill(ranks[5], signal.SIGKILL)
     killed = time.monotonic()
-    assert launcher.wait() == 1 and time.monotonic() - killed < 20  # others do not wait for a collective's timeout
+    assert launcher.wait() == 1 and time.monotonic() - killed < 20  # the others do not wait for a collective's timeout
     assert read_state(folder).state == "interrupted" and not _alive(ranks)
 
     launcher = launch(8, config, *words, "--training.steps=32", "--comm.train_timeout_seconds=10")
@@ -225,12 +225,12 @@ def test_eight_ranks_one_killed_one_frozen_and_resumes_on_fewer(tiny_config, tmp
     run_ranks(2, tiny.train, config, [*words, "--training.steps=32", f"--job.dump_folder={tmp_path}/undisturbed"])
     expected = tiny.metrics(tmp_path / "undisturbed")
     assert tiny.metrics(folder) == pytest.approx(expected, rel=TOLERANCE)
-    # control: a step that is left out, or trained twice
+    # control: a step that is left out or trained twice would show
     assert min(abs(a - b) / b for a, b in pairwise(expected)) > 10 * TOLERANCE
 
 
 def _for_other_processes(tiny_config) -> Path:
-    """The config, with a size that they know."""
+    """The config with a model size that exists outside this process."""
     config = Path(tiny_config[0])
     config.write_text(config.read_text().replace('"tiny"', '"nano"'))
     return config
@@ -238,7 +238,7 @@ def _for_other_processes(tiny_config) -> Path:
 
 @pytest.fixture
 def launch():
-    """launch(ranks, config, *words): the launcher, which the end of the test ends."""
+    """launch(ranks, config, *words): the launcher, which is terminated when the test ends."""
     launchers = []
 
     def start(ranks: int, config: Path, *words: str) -> subprocess.Popen:

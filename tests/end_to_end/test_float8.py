@@ -45,18 +45,18 @@ def test_runs_in_float8(tiny_config, tmp_path):
             weights[name] = {key: tensor for state in states for key, tensor in state.items()}
     plain, float8 = losses.pop("without"), losses.pop("FSDP")
     assert plain[-1] < plain[0] - 0.2 and float8[-1] < float8[0] - 0.2  # both learn
-    # float8 has 3 bits behind the point, a relative 6 % of each factor, that average out in each product
+    # float8 has 3 mantissa bits: each factor is off by up to 6 %, which averages out in each product
     assert float8 == pytest.approx(plain, rel=1e-3)
-    assert max(abs(a / b - 1) for a, b in zip(float8, plain, strict=True)) > 1e-4  # control: it was in use
+    assert max(abs(a / b - 1) for a, b in zip(float8, plain, strict=True)) > 1e-4  # control: float8 was in use
     assert max(abs(a / b - 1) for a, b in zip(losses.pop("baseline"), float8, strict=True)) > 2.5e-3  # so was PC
     for name, values in losses.items():
-        # the largest entry that sets a scale is that of a shard's batch on each rank, so two ranks round differently
+        # each rank scales by the largest entry of its own batch, so two ranks round differently
         assert values == pytest.approx(float8, rel=1e-3), name
-    # the place of the rounding does not matter, only the rounded values
+    # it does not matter whether values are rounded before or after they are gathered
     for name in CASES[2]:
         if "gathered" in name:
             assert losses[name] == losses["FSDP2"], name
-    # W stays in the checkpoint's format
+    # W stays in float32, the checkpoint's format
     layer = "layers.0.attention.wo"
     for tensors in weights.values():
         assert all(tensor.dtype == torch.float32 for tensor in tensors.values())

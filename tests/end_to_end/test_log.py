@@ -1,4 +1,4 @@
-"""What a training run prints, in a file and at its end, and what the same command prints once it has finished."""
+"""What a training run prints, at its end too, and what the same command prints once the run has finished."""
 
 import os
 import re
@@ -30,7 +30,7 @@ def finished(tiny_shards, tmp_path_factory):
     return config, folder / "run", lines
 
 
-def test_a_line_per_step_and_nothing_without_meaning(finished):
+def test_one_line_per_step_and_no_noise(finished):
     lines = [re.sub(r"^\d\d-\d\d \d\d:\d\d:\d\d ", "", line) for line in finished[2]]
     steps = [match for match in (re.fullmatch(STEP, line) for line in lines) if match]
     assert [match[1] for match in steps] == list("123456")
@@ -42,7 +42,7 @@ def test_a_line_per_step_and_nothing_without_meaning(finished):
     assert f"Finished at step 6: train loss {re.findall(r'loss (.{6})', steps[-1][0])[0]}, validation loss {validated[0]}, 384 tokens in 0:00:" in text  # fmt: skip
 
 
-def test_the_commands_at_the_end_run_as_they_stand(finished, command, monkeypatch):
+def test_the_commands_at_the_end_run_as_printed(finished, command, monkeypatch):
     monkeypatch.chdir(ROOT)
     lines = finished[2]
     (begin,) = [number for number, line in enumerate(lines) if line.endswith("Next:")]
@@ -57,7 +57,7 @@ def test_the_commands_at_the_end_run_as_they_stand(finished, command, monkeypatc
 
 
 def test_a_finished_run_says_so_at_once(finished):
-    """Without importing torch. Other settings are another run's."""
+    """Without importing torch. With other settings the start is refused."""
     config, folder, lines = finished
     begin = time.monotonic()
     status, said = launch(str(config))

@@ -18,15 +18,15 @@ def test_a_mixture_resumed_on_other_ranks(tiny_config, tiny_shards, tmp_path):
         validation_fraction=0.3,
     ).folder  # fmt: skip
     mixture = f'--data.path={{"{tiny_shards}" = 0.75, "{books}" = 0.25}}'
-    # A step adds two micro-batches of one sequence, in one rank or over two, which is the same sum; nothing is clipped, as
-    # a norm is summed over shards. So losses are equal to the last digit.
+    # A step adds two micro-batches of one sequence, on one rank or on two, which is the same sum. Nothing is clipped,
+    # because a norm is summed over shards. So losses are equal to the last digit.
     batch = ["--training.local_batch_size=1", "--training.global_batch_size=2", "--training.max_norm=1e6"]
     words = [mixture, "--model.vocab_size=200", "--lr_scheduler.total_steps=6", *batch]
     straight, resumed = ([*words, f"--job.dump_folder={tmp_path}/{name}"] for name in ("straight", "resumed"))
     (expected,) = run_ranks(1, _sequences_of_steps, config, straight)
     first = run_ranks(2, _sequences_of_steps, config, [*resumed, "--training.steps=3"])
     (rest,) = run_ranks(1, _sequences_of_steps, config, resumed)
-    of_both = [a + b for a, b in zip(*first, strict=True)]  # micro-batches of both ranks, in another sequence
+    of_both = [a + b for a, b in zip(*first, strict=True)]  # both ranks' micro-batches, in another order
     assert list(map(sorted, of_both + rest)) == list(map(sorted, expected)) and len(rest) == 3
     for key in ("loss", "validation_loss", "validation_loss/shards", "validation_loss/books"):
         assert tiny.metrics(tmp_path / "resumed", key) == tiny.metrics(tmp_path / "straight", key)

@@ -13,7 +13,8 @@ from pc_recipe.train.nonfinite import Diverged
 
 
 def _train(rank, config, overrides, bad_steps, value, stop_at=None):
-    """Train; in `bad_steps` a gradient of rank 1 gets `value`; in step `stop_at` it is asked to stop. Returns the state after each step and the error."""
+    """The state after each step and the error of a run. In `bad_steps` a gradient of rank 1 becomes `value`, or, with "loss",
+    its loss NaN; in step `stop_at` rank 1 is asked to stop."""
     trainer = tiny.make_trainer(config, overrides)
     run_micro_batches, finish_gradients, seen = trainer._run_micro_batches, trainer._finish_gradients, [_state(trainer)]
 
@@ -41,7 +42,7 @@ def _train(rank, config, overrides, bad_steps, value, stop_at=None):
 
 
 def _state(trainer):
-    """Weights, W, and all of the optimizers' state, of this rank."""
+    """This rank's weights, W, and whole optimizer state."""
     tensors = {f"optimizer.{k}": whole(v) for k, v in trainer.optimizers.state_dict().items() if torch.is_tensor(v)}
     return tensors | tiny.state_of(trainer)
 
@@ -66,11 +67,11 @@ def test_a_bad_step_is_left_out(tiny_config, overrides, value):
         assert all(tensor.isfinite().all() for tensor in states[-1].values())
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [(line["step"], line["steps_left_out"]) for line in lines if "steps_left_out" in line] == [(3, 1), (4, 2)]
-    # none of a step that is left out, although the interval is 3
+    # no checkpoint of a step that is left out, although the interval is 3
     assert {p.name for p in (folder / "checkpoint").iterdir()} == {"step-6"}
 
 
-def test_so_many_in_a_row_stop_the_run(tiny_config):
+def test_too_many_bad_steps_in_a_row_stop_the_run(tiny_config):
     config, folder = tiny_config
     words = ["--training.steps", "20", "--lr_scheduler.total_steps", "20"]
     for states, error in run_ranks(2, _train, config, [*FUSED, *words], range(4, 20), math.nan):
@@ -80,7 +81,7 @@ def test_so_many_in_a_row_stop_the_run(tiny_config):
             and "data.skip" in error
             and "\n" not in error
         )
-    assert {p.name for p in (folder / "checkpoint").iterdir()} == {"step-3"}  # none of the last step
+    assert {p.name for p in (folder / "checkpoint").iterdir()} == {"step-3"}  # no checkpoint of the last step
 
 
 def test_a_run_that_is_asked_to_stop_in_a_bad_step_stops_after_the_next_good_one(tiny_config):

@@ -1,4 +1,4 @@
-"""A level, a model size, an optimizer and a metric are one entry each: CONTRIBUTING's diffs, applied as printed to a copy."""
+"""A level, a model size, an optimizer and a metric are one entry each: CONTRIBUTING's diffs, applied to a copy."""
 
 import json
 import os
@@ -23,7 +23,7 @@ def copy(tmp_path_factory):
         shutil.copy(file, folder)
     (diffs,) = re.findall(r"```diff\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
     outside = {**os.environ, "GIT_CEILING_DIRECTORIES": str(folder.parent)}
-    # by the lines before an entry alone, so that what other entries a table has does not matter
+    # without context lines, so that it does not matter which other entries a table has
     subprocess.run(
         ["git", "apply", "--unidiff-zero", "-"],
         input=diffs,
@@ -51,7 +51,7 @@ def test_the_diffs_apply(copy):
 
 @pytest.mark.soak
 def test_entries_are_all_that_a_run_needs(copy, tiny_shards, tmp_path):
-    """All but the size are trained with, which would take long: its dry run counts the optimizer's one state."""
+    """A run uses all entries but the size, which would take too long: a dry run with it counts the optimizer's one state."""
     config = write_small_config(tmp_path / "small.toml", tiny_shards, steps=2, interval=2)
     words = ["--optimizer.name=SGD", "--optimizer.sgd_momentum=0.8", "--pc.level=5", "--diagnostics.spectra_freq=1"]
     copy("-m", "pc_recipe.runs.local", config, *words)

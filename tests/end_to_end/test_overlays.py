@@ -1,4 +1,4 @@
-"""The shipped overlays on a small run: what they set holds, and the checkpoint is written behind the training."""
+"""The shipped overlays on a small run: their settings apply, and an asynchronous checkpoint is saved."""
 
 import os
 import subprocess

@@ -33,13 +33,13 @@ def commands(folder: Path) -> Iterator[str]:
             line = line.replace(place, f"{folder}/{place.removeprefix('~/')}")
         if "run_llama_train" in line:
             run = "" if "--job.dump_folder" in line else f"--job.dump_folder {folder}/outputs/own_text"
-            line = line.replace("./run_llama_train.sh", "python -m pc_recipe.runs.local")  # without its set-up
+            line = line.replace("./run_llama_train.sh", "python -m pc_recipe.runs.local")  # without the set-up commands
             line = f"{line} --data.path {folder}/data/own_text {run} {SMALLER}"
         yield line.replace("--limit 200", f"--limit 2 --tasks piqa,arc_easy --output {folder}/outputs/scores")
 
 
 def write_texts(folder: Path) -> None:
-    """A folder as people have it."""
+    """A folder of texts as users have them."""
     draw = random.Random(0)
     words = "the river carries água to the sea and back again every year".split()
     texts = [" ".join(draw.choices(words, k=60)) for _ in range(200)]

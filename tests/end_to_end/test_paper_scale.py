@@ -1,4 +1,4 @@
-"""160 B tokens in 2,700 shards, as sparse files, under a limit of 1,024 descriptors; figures in results/2026-11-21-data-path.
+"""160 B tokens in 2,700 shards, as sparse files, with at most 1,024 descriptors; figures in results/2026-11-21-data-path.
 
 pytest --soak -s tests/end_to_end/test_paper_scale.py
 """

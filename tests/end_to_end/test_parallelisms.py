@@ -19,13 +19,13 @@ PP2 = ["--parallelism.pipeline_parallel_degree", "2"]
 KEYS = ("loss", "validation_loss", "grad_norm")
 
 
-# Relative. float32 sums in another order: 1e-7 each, of which six steps at this learning rate make 2e-7 where measured.
+# Relative. float32 sums in another order differ by 1e-7 each; after six steps at this rate, 2e-7 was measured.
 # Muon's bfloat16 iteration turns a changed last bit into 2^-8 of an entry of an update, which averages out to 1e-5.
 TOLERANCE = {"AdamW": 2e-6, "Muon": 1e-4}
 
 
 def _train_all(rank, config, cases):
-    """Run each case, a list of overrides, in these processes."""
+    """Run each case (a list of overrides) in these processes."""
     for overrides in cases:
         tiny.train(rank, config, overrides)
 
@@ -54,7 +54,7 @@ def one_process(module_config):
 
 
 def test_losses_equal_one_process(module_config, one_process):
-    """test_parallel_gradients has more layouts and the baseline, the checkpoints below have Muon."""
+    """test_parallel_gradients covers more layouts and the baseline, the checkpoint test below covers Muon."""
     config, root = module_config
     folders = _run_all(2, config, root, {"FSDP2": FSDP, "TP2": TP2, "PP2": PP2})
     for layout, folder in folders.items():
@@ -78,7 +78,7 @@ def test_a_pipeline_measures_no_outputs_while_it_infers_shapes(module_config, tm
     one, two = (read_log(tmp_path / ranks).series(key) for ranks in ("1", "2"))
     assert list(one.index) == [1, 2, 3, 4, 5, 6]
     assert list(two.index) == [4, 6]  # not the first, and none after the validations of steps 1, 2 and 4
-    # float32 sums in another order, relative to outputs that are still small, 5e-3: 2e-6 was seen
+    # float32 sums in another order, relative to outputs that are still small (5e-3): 2e-6 was seen
     assert list(two) == pytest.approx(list(one[two.index]), rel=1e-5)
 
 
@@ -90,7 +90,7 @@ RESHARDED = {
 
 
 def _load_and_go_on(rank, config, overrides):
-    """All tensors as loaded, after which the run continues."""
+    """Continue the run; returns all tensors as they were loaded."""
     from pc_recipe.train import start
 
     trainer = tiny.make_trainer(config, overrides)

@@ -1,4 +1,5 @@
-"""The paper's 271M on this CPU, from the first step to scores, on one and on two processes; figures in results/2026-11-21-cpu-step.
+"""The paper's 271M on this CPU, from the first step to scores, on one and two processes; figures are in
+results/2026-11-21-cpu-step.
 
 pytest --soak -s tests/end_to_end/test_real_size.py
 """
@@ -30,14 +31,14 @@ WORDS = f"""
 --lr_scheduler.warmup_steps=1 --lr_scheduler.total_steps=3
 --validation.enable=false --diagnostics.spectra_freq=0 --checkpoint.keep_latest_k=2
 """.split()
-# of the first steps, however many processes train; the second is 10.10235 without `spectral.second_opinion`, which finds
-# the largest singular value of layers.3.attention.wo anew
+# of the first steps, on any number of processes; without `spectral.second_opinion`, which finds the largest singular value
+# of layers.3.attention.wo again, the second would be 10.10235
 LOSSES = [10.84439, 10.1101]
 
 TO_THE_KERNEL = {"MALLOC_MMAP_MAX_": "1000000", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TOP_PAD_": "0"}
-"""Freed tensors go back at once, so that a peak is what is in use; the launcher's setting keeps them, which is faster."""
+"""Return freed memory at once, so that a peak is what is in use; the launcher's setting keeps it, which is faster."""
 TOLERANCE = 0.1
-"""Of the estimate: what Python allocates and imports while it trains is 0.06 GiB, what the C library keeps 0.3 and more."""
+"""Relative to the estimate: Python allocates 0.06 GiB more while training; the C library would keep 0.3 or more."""
 
 
 class Stages:
@@ -48,7 +49,7 @@ class Stages:
         self._processes = processes
 
     def run(self, stage: str, *words: str | Path, stop_after: Path | None = None, **environment: str) -> None:
-        """Args: stop_after: USR2 is sent two seconds after there is this file."""
+        """stop_after: send USR2 two seconds after this file appears."""
         begin = time.monotonic()
         given = os.environ | {"NGPU": str(self._processes)} | environment
         process = subprocess.Popen([sys.executable, *map(str, words)], cwd=tiny.ROOT, env=given)
@@ -58,7 +59,7 @@ class Stages:
         if stop_after:
             time.sleep(2.0)
             process.send_signal(signal.SIGUSR2)
-        _, status, usage = os.wait4(process.pid, 0)  # also of the processes that it has waited for
+        _, status, usage = os.wait4(process.pid, 0)  # including the processes that it has waited for
         process.returncode = os.waitstatus_to_exitcode(status)
         assert process.returncode == 0
         self.peaks[stage] = usage.ru_maxrss / 2**20

@@ -41,7 +41,7 @@ def here(slurm, monkeypatch, tmp_path, tiny_shards):
 
 
 def process_of(folder: Path) -> int:
-    """Process id of a rank that trains into `folder`: its launcher, which has the same words, is older."""
+    """Process id of a rank that trains into `folder`; its launcher has the same arguments, but is older."""
     words = ["pgrep", "--newest", "--full", f"pc_recipe.runs.worker.*{folder}"]
     return int(subprocess.run(words, capture_output=True, text=True, check=True).stdout)
 
@@ -112,7 +112,7 @@ def test_a_run_that_is_signalled_saves_and_goes_on_exactly(here, tmp_path):
 
 @pytest.mark.soak
 def test_a_users_mistake_is_not_requeued(here, tmp_path):
-    """Torchrun ends with 1 if its ranks end with 2, so the job reads their messages."""
+    """torchrun ends with status 1 even if its ranks end with 2, so the job reads their messages."""
     folder = tmp_path / "damaged"
     (folder / "checkpoint" / "step-4").mkdir(parents=True)
     (folder / "checkpoint" / "step-4" / ".metadata").write_bytes(b"no index")

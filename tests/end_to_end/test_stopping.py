@@ -21,7 +21,7 @@ seeds = [0, 1]
 
 
 def _interrupt(words, run, number, processes=1):
-    """Start a command as a terminal does, and signal all its process group after some steps; (status, output)."""
+    """Start a command as a terminal does, and signal its process group after some steps; returns (status, output)."""
     environment = os.environ | {"NGPU": str(processes), "OMP_NUM_THREADS": "1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     started = subprocess.Popen(

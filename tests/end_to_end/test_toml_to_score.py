@@ -63,7 +63,7 @@ def require_same_validation_loss(folder, out, shards):
     """The run's last validation loss against that of the export of its last checkpoint."""
     expected = tiny.metrics(folder, "validation_loss")
     found = validation_loss(hugging_face.load(out)[0], shards)
-    # each logit carries 32 float32 roundings at most (test_hugging_face); the mean over 768 tokens far fewer
+    # a logit is off by at most 32 float32 roundings (test_hugging_face), the mean over 768 tokens by far fewer
     assert found == pytest.approx(expected[-1], rel=2e-6)
     assert abs(expected[-1] - expected[0]) > 1e-3 * expected[0]  # control: another step is far outside
 
@@ -93,7 +93,7 @@ def test_generate_is_repeatable(trained, command):
     assert texts[0].startswith("The river") and len(texts[0]) > len("The river\n")
 
 
-def test_export_of_weights_alone_by_a_map_of_ones_own(train, tmp_path, shards):
+def test_export_of_a_model_only_checkpoint_with_a_custom_map(train, tmp_path, shards):
     folder = train(*OWN_MAP)
     require_same_validation_loss(
         folder, hugging_face.export(folder / "checkpoint" / "step-3", tmp_path / "out"), shards

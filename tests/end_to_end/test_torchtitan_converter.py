@@ -38,7 +38,7 @@ def assets(tmp_path_factory):
 
 @pytest.fixture
 def write(assets, tmp_path):
-    """write(model, section={key: value}) -> words of a command: a shipped config, short and with these changes."""
+    """write(model, section={key: value}) -> the command's arguments for a shortened shipped config with these changes."""
 
     def write(name, folder="run", **sections):
         config = tomllib.loads((CONFIGS / f"{name}.toml").read_text())
@@ -84,7 +84,7 @@ def train(words):
         losses[step] = loss
 
     MetricsProcessor.log = note
-    # on CPUs it does not count integers, such as TorchTitan's choices of experts
+    # on CPUs it takes no integers, such as TorchTitan's expert indices
     torch.histc = lambda x, *args, **kwargs: histc(x.float(), *args, **kwargs).to(x.dtype)
     torchtitan.train.time.sleep = lambda _: None
     config = ConfigManager().parse_args(words)
@@ -119,7 +119,8 @@ def require_pc(weight, split, orig, gamma, u, v):
 
 
 def straight_and_resumed(rank, words):
-    """Losses of a run and of one from its checkpoint of step 2, and gammas; weights are checked against float64."""
+    """Losses of a run, of its resume from step 2, and of a run that starts from its weights; its gammas. Weights are checked
+    against float64."""
     losses, trainer = train(words)
     folder = Path(trainer.checkpointer.folder)
     resumed = train([*words, "--checkpoint.load_step", "2", "--checkpoint.interval", "9"])[0]
@@ -140,7 +141,7 @@ def straight_and_resumed(rank, words):
     return losses, resumed, started, gammas
 
 
-# o, gate, up and down of two layers; of the second layer's eight experts gate, up and down
+# o, gate, up and down of two layers; gate, up and down of the second layer's eight experts
 @pytest.mark.parametrize("name, matrices", [("qwen3", 8), ("deepseek_v3", 8 + 24)])
 def test_a_model_of_torchtitan(name, matrices, write):
     losses, resumed, started, gammas = run_ranks(1, straight_and_resumed, write(name))[0]
@@ -152,7 +153,7 @@ def test_a_model_of_torchtitan(name, matrices, write):
 
 
 def test_two_ranks_go_on_as_one(write):
-    """From one checkpoint; both ranks read equal batches, so the mean loss is that of one."""
+    """From one checkpoint; both ranks read equal batches, so their mean loss is that of one rank."""
     name, one = "deepseek_v3", {"local_batch_size": 1}
     start = write(name, "start", training=one | {"steps": 2})
     go_on = {"initial_load_path": str(write.runs / "start" / "checkpoint" / "step-2"), "initial_load_model_only": False}
@@ -178,7 +179,7 @@ def test_mistakes_are_one_line(write):
 
 
 def refused(rank, runs):
-    """The last line that the command prints on stderr of each, after libraries' warnings; its trainer alone raises."""
+    """For each run, the last line that the command prints on stderr; the trainer by itself raises the error."""
     from torchtitan.config import ConfigManager
 
     from pc.integrations.torchtitan_train import main

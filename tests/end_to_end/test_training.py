@@ -27,7 +27,7 @@ from pc_recipe.train.fingerprint import read_tokenizer
 
 BASELINE = ["--pc.enable", "false"]
 MUON = ["--optimizer.name", "Muon"]
-# of `python scripts/polynomials.py --cutoff 0.5 --degree 3`
+# from `python scripts/polynomials.py --cutoff 0.5 --degree 3`
 OWN_MAP = ["--pc.level", "2.616097,-3.550208,2.730920,-0.796809"]
 HEADS = [*MUON, "--pc.blocks", "qk,v,o,ffn", "--pc.heads", "q,k,v", "--optimizer.muon_heads", "q,k,v"]
 MUON_H, ADAM_H = (["--optimizer.name", name] for name in ("MuonH", "AdamH"))
@@ -71,7 +71,7 @@ def copied(trained, tmp_path):
 
 @pytest.fixture(scope="module")
 def plain(tiny_shards, tmp_path_factory):
-    """A baseline after two steps: words that start from its checkpoint, and its state."""
+    """A baseline after two steps: the arguments that start a run from its checkpoint, and its state."""
     folder = tmp_path_factory.mktemp("plain")
     config = tiny.write_config(folder / "tiny.toml", tiny_shards, folder / "run")
     state = _run(1, config, [*BASELINE, "--training.steps", "2"])
@@ -101,7 +101,7 @@ def test_resume_is_exact(tiny_config, ranks, overrides):
 
 
 def _as_an_older_version_wrote_it(checkpoint, data):
-    """Its data by format 1's checksum, no tokenizer."""
+    """Save the checkpoint again with format 1's checksum of the data, and without a tokenizer."""
     folder = CheckpointFolder(checkpoint)
     tensors = folder.read_tensors([key for key, shape in folder.shapes().items() if shape is not None])
     values = {key: folder.read_value(key) for key, shape in folder.shapes().items() if shape is None}
@@ -123,14 +123,14 @@ def test_a_run_that_an_older_version_began_goes_on_exactly(trained, copied, tiny
     assert read_tokenizer(CheckpointFolder(folder / "checkpoint" / "step-3")) is None
     assert _equal(_run(2, config), trained[2])
     assert tiny.metrics(folder) == tiny.metrics(trained[1])
-    # control: with other data it does not go on
+    # control: it does not continue with other data
     shutil.rmtree(folder / "checkpoint" / "step-6")
     with pytest.raises(AssertionError, match=r"made with data.path \(its content\) = .*, this run has "):
         _run(2, config, ["--data.path", str(tiny_shards)])
 
 
 def test_a_resumed_run_names_its_own_tokenizer(tiny_config, tiny_shards, tmp_path):
-    """Not what the checkpoint that it continues from has, which is nothing if an older version wrote it."""
+    """Not that of the checkpoint that it continues from, which may name none if an older version wrote it."""
     config, folder = tiny_config
     _run(1, config, ["--training.steps", "3", "--checkpoint.last_save_model_only", "false"])
     shutil.copytree(tiny_shards / "tokenizer", tmp_path / "moved")
@@ -159,13 +159,13 @@ def test_checkpoint_holds_a_plain_llama_and_w(trained):
     for name in weights:
         orig, gamma, u, v = (saved[f"{name}_{key}"] for key in ("orig", "gamma", "u", "v"))
         effective = pc.effective_weight(orig, gamma, u, v, pc.PCConfig(level=4, blocks=("o",)))
-        # the owner computed a batch of matrices, with another blocking of float32 matmuls
+        # the owner computed a batch of matrices, whose float32 matmuls sum in another order
         torch.testing.assert_close(saved[name], effective, rtol=0, atol=1e-6)
         assert (saved[name] - orig).abs().max() > 1e-3  # control
 
 
 def test_the_size_of_a_checkpoint_is_the_estimate(trained):
-    """Weights, W and optimizer states; the estimate leaves out gammas, and vectors beside matrices."""
+    """Weights, W and optimizer states; the estimate leaves out gammas and vectors, which are small."""
     from pc_recipe.plan import memory
 
     config = load_config(trained[0])
@@ -190,7 +190,7 @@ def test_plain_checkpoint_starts_a_pc_run(tiny_config, tmp_path, plain):
     given = trained[f"{name}.weight"]
     preserved = _run(2, config, [*start, *NOTHING_LEARNT])
     assert torch.equal(preserved["layers.0.attention.wq.weight"], trained["layers.0.attention.wq.weight"])
-    # float32 singular value decompositions; PC(W) of another W is another weight
+    # up to float32 singular value decompositions; control: W itself is another weight
     assert (preserved[f"{name}.weight"] - given).norm() < 1e-5 * given.norm()
     assert (preserved[f"{name}.weight_orig"] - given).norm() > 1e-2 * given.norm()
     raw = _run(1, config, [*start, *NOTHING_LEARNT, "--pc.start", "raw", *_elsewhere(tmp_path, "raw")])
@@ -212,7 +212,7 @@ def test_initial_weights_of_another_model_are_refused(tiny_config, plain):
 
 
 def _starts(rank, config, cases):
-    """For each case what refuses the start, "" if nothing, and the steps that were recorded."""
+    """For each case the error that refuses the start ("" if none), and the steps that were recorded."""
     said = []
     for overrides in cases:
         trainer, recorded, message = tiny.make_trainer(config, overrides), [], ""
@@ -238,7 +238,7 @@ REFUSED = {
 
 
 def test_a_refused_start_touches_nothing(copied):
-    """A method that is only said otherwise is accepted."""
+    """The same method in other words is accepted."""
     config, folder = copied
     before = (folder / "status.json").read_text()
     found = run_ranks(1, _starts, config, [["--training.steps", "8", *words] for words in REFUSED.values()])[0]
@@ -246,13 +246,13 @@ def test_a_refused_start_touches_nothing(copied):
         assert expected in message and not recorded
     assert (folder / "status.json").read_text() == before and _steps(folder) == ["step-3", "step-6"]
     level_4 = ["--pc.blocks", "ffn,o", "--pc.level", "3.625,-9.261,14.097,-10.351,2.890"]
-    # what a new run leaves out of another's checkpoint, a resume of the run itself does not
+    # exclude_from_loading applies to a new run from another's checkpoint, not to a resume
     excluded = ["--checkpoint.exclude_from_loading", "train_state"]
     assert run_ranks(1, _starts, config, [[*level_4, *excluded, "--training.steps", "7"]])[0] == [("", [6])]
 
 
 def test_a_new_run_from_all_of_another_is_recorded_as_new(copied, tmp_path):
-    """It begins at the other's step, but continues no run of its folder: all of its settings have an effect."""
+    """It begins at the other run's step, but its own folder holds no run, so all of its settings apply."""
     config, folder = copied
     start = ["--checkpoint.initial_load_path", str(folder / "checkpoint" / "step-3")]
     words = [*start, "--checkpoint.initial_load_model_only", "false", *_elsewhere(tmp_path, "new")]
@@ -260,7 +260,7 @@ def test_a_new_run_from_all_of_another_is_recorded_as_new(copied, tmp_path):
 
 
 def test_an_abandoned_branch_is_not_taken_up_again(copied):
-    """The way back: newer checkpoints are moved away, and the newest that is left goes on, here with other data."""
+    """To go back, move newer checkpoints away: the run continues from the newest that is left, here with other data."""
     config, folder = copied
     straight = tiny.metrics(folder)
     (folder / "checkpoint" / "step-6").rename(folder / "step-6")
@@ -273,7 +273,7 @@ def test_an_abandoned_branch_is_not_taken_up_again(copied):
 
 
 def test_a_resume_uses_the_settings_of_its_config(copied):
-    """Of optimizers more in unit/train/test_optimizers.py."""
+    """unit/train/test_optimizers.py tests more settings of optimizers."""
     config, folder = copied
     rates = tiny.metrics(folder, "lr")
     shutil.rmtree(folder / "checkpoint" / "step-6")
@@ -296,12 +296,12 @@ def _train_and_say(rank, config, overrides):
     return next(call[0][0] for call in warning.call_args_list if "continues with" in call[0][0])
 
 
-def test_a_longer_run_says_how_its_rate_goes_on(copied):
+def test_a_longer_run_says_how_its_learning_rate_continues(copied):
     config, folder = copied
     before = tiny.metrics(folder, "lr")
     kept = ["--training.steps", "7", "--lr_scheduler.total_steps", "6"]
     (said,) = run_ranks(1, _train_and_say, config, kept)
-    assert tiny.metrics(folder, "lr") == pytest.approx([*before, before[-1]])  # the schedule is kept, and over
+    assert tiny.metrics(folder, "lr") == pytest.approx([*before, before[-1]])  # the schedule is kept, and has ended
     assert said.startswith(
         "continues with lr_scheduler.total_steps None -> 6, training.steps 6 -> 7: the rate goes from "
     )
@@ -324,7 +324,7 @@ def test_a_longer_run_says_how_its_rate_goes_on(copied):
     )
 
 
-def test_another_batch_for_another_number_of_ranks_is_said(copied):
+def test_a_batch_that_changes_with_the_number_of_ranks_is_reported(copied):
     """With training.global_batch_size = -1 it is a micro-batch of 2 sequences per rank."""
     config, folder = copied
     earlier = (folder / "config.toml").read_text()
@@ -335,7 +335,7 @@ def test_another_batch_for_another_number_of_ranks_is_said(copied):
 
 
 def test_no_second_run_in_a_folder(copied, tiny_config):
-    """One without checkpoints begins at step 1. It may be repeated as it was."""
+    """A run without checkpoints begins at step 1 again; it may be repeated only with the same settings."""
     config, folder = copied
     names = [path.name for path in folder.rglob("*")]
     without = ["--checkpoint.enable", "false"]
@@ -349,7 +349,7 @@ def test_no_second_run_in_a_folder(copied, tiny_config):
 
 
 def _train_on_a_disk_that_fails(rank, config, overrides):
-    """On rank 1 it does once step 4 has its data: what was read ahead is there."""
+    """Rank 1's disk fails in step 4, whose data have been read ahead."""
     import numpy as np
 
     from pc_recipe.files import look
@@ -370,7 +370,7 @@ def _train_on_a_disk_that_fails(rank, config, overrides):
         return f"{error.kind}: {error}"
 
 
-def test_data_that_cannot_be_read_end_a_run_with_a_checkpoint(trained, tmp_path):
+def test_unreadable_data_end_a_run_with_a_checkpoint(trained, tmp_path):
     config, folder, state = trained
     there = _elsewhere(tmp_path, "failing")
     for said in run_ranks(2, _train_on_a_disk_that_fails, config, there):
@@ -387,7 +387,7 @@ def test_the_logged_rate_is_that_of_blocks_without_a_factor(tiny_config):
 
 
 def _train_where_all_else_is_slow(rank, config, overrides):
-    """Loading takes two seconds; what follows a step, its validation and its checkpoint, one."""
+    """Loading takes two seconds; validation and checkpoint after a step take half a second each."""
     trainer = tiny.make_trainer(config, overrides)
     save = trainer.checkpointer.save
     trainer.checkpointer.save = lambda *args, **more: (time.sleep(0.5), save(*args, **more))
@@ -396,12 +396,12 @@ def _train_where_all_else_is_slow(rank, config, overrides):
     trainer.close()
 
 
-def test_the_time_of_steps_is_without_loading_validation_and_checkpoints(tiny_config):
+def test_step_times_exclude_loading_validation_and_checkpoints(tiny_config):
     config, folder = tiny_config
     run_ranks(1, _train_where_all_else_is_slow, config, ["--training.steps=4", "--checkpoint.interval=1"])
     seconds = tiny.metrics(folder, "step_seconds")
     assert len(seconds) == 4 and min(seconds) > 0
-    assert seconds[0] < 2.0 and max(seconds[1:]) < 0.5  # without pauses, some tenths and some hundredths
+    assert seconds[0] < 2.0 and max(seconds[1:]) < 0.5  # without the pauses, tenths and hundredths of a second
 
 
 def _train_with_signal(rank, config, overrides):
@@ -421,8 +421,8 @@ def _train_with_signal(rank, config, overrides):
 
 def test_a_signal_to_one_rank_stops_all_and_the_run_continues(tiny_config, trained):
     config, folder = tiny_config
-    # It stops after a validation, which gathers weights; the checkpoint must have the sharded ones.
-    # Its checkpoint is whole, since it is not the run's last.
+    # It stops after a validation, which gathers weights; the checkpoint must have the sharded ones. It is a full
+    # checkpoint, because it is not the run's last.
     stop = ["--validation.freq", "2", "--checkpoint.last_save_model_only", "true"]
     run_ranks(2, _train_with_signal, config, stop)
     assert json.loads((folder / "status.json").read_text()) == {

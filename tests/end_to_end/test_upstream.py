@@ -1,4 +1,4 @@
-"""TorchTitan's own trainer beside this one: the same baseline step by step."""
+"""TorchTitan's own trainer against this one: the baseline is the same step by step."""
 
 import dataclasses
 
