@@ -90,7 +90,7 @@ def test_none_in_splits_leaves_out_a_weight_that_an_entry_of_blocks_matches():
 
 
 def test_layers_are_known_by_all_names_of_their_module():
-    """`fc1` alone, or one that is gate and up, may be anything."""
+    """`fc1` alone, or an `fc1` that holds gate and up, is not known."""
 
     def known(**layers):
         model = nn.ModuleDict({"0": nn.ModuleDict({name: nn.Linear(*sizes) for name, sizes in layers.items()})})
@@ -102,7 +102,7 @@ def test_layers_are_known_by_all_names_of_their_module():
 
 
 def test_what_to_add_for_an_unknown_weight_is_printed_and_must_be_filled_in():
-    """By `describe` and by the error of `attach`: the entry as printed is refused, and names in place of "?" work."""
+    """`describe` and the error of `attach` print an entry. As printed it is refused; with names in place of "?" it works."""
     entry = r'splits={"layers.*.mlp.experts": pc.MatrixSplit(("?",))}, with the names'
     _, unknown, *remedy = pc.describe(Mixture(), PCConfig(blocks=("gate",))).splitlines()
     assert unknown == "2 x left out: layers.*.mlp.experts [3, 6, 4], not known"
@@ -120,7 +120,7 @@ def test_what_to_add_for_an_unknown_weight_is_printed_and_must_be_filled_in():
 
 
 def test_a_shared_expert_does_not_hide_the_others():
-    """Known weights one module below the unknown ones, in the same layer."""
+    """The known weights are one module below the unknown ones, in the same layer."""
     model = Mixture()
     for layer in model.layers:
         layer.mlp.shared = nn.Module()
@@ -157,15 +157,15 @@ def test_a_word_is_a_list_of_one():
     assert PCConfig(blocks="ffn").blocks == ("ffn",) and PCConfig(heads="q").heads == ("q",)
 
 
-def test_a_map_of_ones_own_is_a_level():
-    """The published coefficients of level 2 are level 2, for all blocks or one; a g(1) far from 1 is warned of."""
+def test_custom_coefficients_are_a_level():
+    """The published coefficients of level 2 equal level 2, for all blocks or for one. A g(1) far from 1 gives a warning."""
     own = [2.083, -1.643, 0.560]
     x = torch.randn(3, 8, dtype=torch.float64)
     outputs = [_ready(_model(), PCConfig(level=level))(x) for level in (2, own, {"o": own, "ffn": 2})]
     assert torch.equal(outputs[0], outputs[1]) and torch.equal(outputs[0], outputs[2])
     assert len({PCConfig(level=level) for level in (own, tuple(own), 2)}) == 1  # a batch on a GPU has one config
     assert not torch.equal(_ready(_model(), PCConfig(level=[2.083, -1.643, 0.559]))(x), outputs[0])
-    with pytest.warns(UserWarning, match=r"g\(1\) = 0\.9\b") as warned:  # once, where the config is made
+    with pytest.warns(UserWarning, match=r"g\(1\) = 0\.9\b") as warned:  # once, at the line that makes the config
         pc.attach(_model(), PCConfig(level=[1.4, -0.5]))
     assert [warning.filename for warning in warned] == [__file__]
 
@@ -200,7 +200,7 @@ def _wrapped():
         (_model, {"level": [2000, -1999]}, "absolute values sum to 4e.03, so in tf32 rounding errors dominate PC"),
     ],
 )
-def test_what_cannot_be_attached_is_said(model, settings, message):
+def test_what_cannot_be_attached_is_refused(model, settings, message):
     with pytest.raises(UserError, match=message):
         pc.attach(model(), PCConfig(**{"blocks": ("0*",)} | settings))
 
@@ -235,7 +235,7 @@ def test_merge_gives_the_plain_model_with_equal_output():
     assert (plain(x) - expected).abs().max() > 1e-3 and len(calls) == 3  # control: PC changes the function
 
 
-def test_a_pc_layer_of_ones_own():
+def test_a_pc_layer_used_directly():
     layer = PCLinear(6, 4, PCConfig(level=4), name="mine").double()
     layer.refresh()
     x = torch.randn(3, 6, dtype=torch.float64)
@@ -256,20 +256,20 @@ def test_layers_in_the_graph_compile_without_a_break():
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-12, atol=1e-12)
 
 
-def test_a_name_is_known_as_a_whole():
+def test_the_name_of_a_layer_must_match_as_a_whole():
     assert block_of("layers.0.attention.wq") == block_of("attention.wq") == "q"
     assert block_of("layers.0.cross_attention.wq") is None
 
 
 @pytest.mark.parametrize("given", [({"level": 4},), (None,), (4,)], ids=str)
 @pytest.mark.parametrize("call", [pc.attach, pc.describe])
-def test_settings_that_are_no_config_are_one_line(call, given):
+def test_settings_that_are_not_a_config_are_refused_in_one_line(call, given):
     with pytest.raises(UserError, match=f"takes a pc.PCConfig, not a {type(*given).__name__}; write pc.PCConfig"):
         call(_model(), *given)
 
 
 class CausalSelfAttention(nn.Module):
-    """As in nanoGPT; with `c_q`, `c_k` and `c_v` as in nanochat."""
+    """As in nanoGPT, or, with `c_q`, `c_k` and `c_v`, as in nanochat."""
 
     def __init__(self, *inputs):
         super().__init__()
@@ -294,8 +294,8 @@ class Block(nn.Module):
     ],
     ids=["nanoGPT", "nanochat", "torch's encoder", "torch's decoder"],
 )
-def test_layers_that_people_have_are_known(layer, qkv):
-    """With the default configuration, which needs no argument, and by all names."""
+def test_common_layers_are_known(layer, qkv):
+    """With the default configuration, which needs no argument, and with all blocks."""
     model = nn.ModuleDict({"wte": nn.Embedding(5, 6), "h": nn.ModuleList([layer(), layer()]), "head": nn.Linear(6, 5)})
     linear = {name for name, module in model.h.named_modules() if isinstance(module, nn.Linear)}
     found = {name.removeprefix("h.") for name in _names(pc.attach(copy.deepcopy(model)))}
@@ -306,7 +306,7 @@ def test_layers_that_people_have_are_known(layer, qkv):
 
 
 def test_layers_of_unknown_names_are_proposed_as_patterns():
-    """By the error and by `describe`; the pattern as printed works."""
+    """The error and `describe` print patterns, which work as printed."""
 
     def model():
         layers = [nn.ModuleDict({"mix": nn.Linear(4, 4), "up": nn.Linear(4, 8)}) for _ in range(2)]
@@ -323,7 +323,7 @@ def test_layers_of_unknown_names_are_proposed_as_patterns():
     "blocks, proposed, count",
     [
         (("o", "ffn"), 'blocks=("ffn", "h.*.attn.mix", "h.*.attn.out")', 8),
-        # what the name of a pattern was meant to be may be known too
+        # a mistyped pattern may have meant layers with known names
         (("*.atn.out", "ffn"), 'blocks=("ffn", "h.*.attn.mix", "h.*.attn.out")', 8),
         (("*.mpl.*",), 'blocks=("h.*.attn.mix", "h.*.attn.out", "h.*.mlp.fc1", "h.*.mlp.fc2")', 8),
     ],
@@ -349,7 +349,7 @@ def test_what_is_proposed_keeps_the_entries_that_find_something(blocks, proposed
 
 
 def test_a_model_says_what_has_pc():
-    """Printed; a copy says it too, and a plain model that merge leaves does not."""
+    """When printed. So does a copy, but not the plain model that merge leaves."""
     model = pc.attach(_model())
     assert str(model[0].attention["wo"]).endswith("bias=False, weight: PC, 1 of [8, 8], level 4)")
     assert str(model).count("PC, 1 of [8, 8], level 4") == 2 and str(copy.deepcopy(model)) == str(model)
@@ -389,7 +389,7 @@ ARGUMENTS = {
 
 
 @pytest.mark.parametrize("call, said", ARGUMENTS.values(), ids=ARGUMENTS)
-def test_arguments_of_a_wrong_kind_are_one_line(call, said):
+def test_arguments_of_a_wrong_kind_are_refused_in_one_line(call, said):
     with pytest.raises(UserError, match=re.escape(said)) as raised:
         call()
     assert "\n" not in str(raised.value)

@@ -29,7 +29,7 @@ def _weight(n=6, m=9, batch=(), converged=True):
 @pytest.mark.parametrize("shape", [(6, 9), (9, 6), (7, 7), (1, 6)])
 @pytest.mark.parametrize("converged", [True, False])
 def test_singular_values_are_mapped(level, recovery, with_gamma, shape, converged):
-    """PC(W) = gamma s U g(sigma / s) V^T of a batch by a singular value decomposition, also before s has converged."""
+    """PC(W) = gamma s U g(sigma / s) V^T for a batch, by a singular value decomposition, even before s has converged."""
     # the composite diverges above sigma / s = 1.11, which two iterations on a small matrix exceed
     weight, gamma, u, v = _weight(*shape, batch=(3,), converged=converged or level == "polar_express")
     config = _config(level, norm_recovery=recovery, learnable_gamma=with_gamma)

@@ -1,4 +1,4 @@
-"""Which optimizer and group a gamma joins, and Muon's groups and plans, which are of several matrices too."""
+"""Which optimizer and group a gamma joins; Muon's groups and plans for weights of several matrices."""
 
 import pytest
 import torch
@@ -24,12 +24,12 @@ def by_dimension(model):
 
 
 def by_part(model):
-    """A group each, with a rate of its own."""
+    """A group with its own rate for each part."""
     return [torch.optim.SGD([{"params": part.parameters(), "lr": 10.0**-i} for i, part in enumerate(model)])]
 
 
 def warming_up(model):
-    """A schedule that was made first has set all rates to 0."""
+    """A schedule that was made before PC has set all rates to 0."""
     groups = [{"params": model[1].parameters(), "lr": 1e-4}, {"params": model[0].parameters(), "lr": 1e-2}]
     optimizer = torch.optim.SGD(groups)
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)
@@ -37,18 +37,18 @@ def warming_up(model):
 
 
 def of_both_kinds(model):
-    """Muon for groups with a key, something else for the others."""
+    """Muon for groups with `use_muon`, something else for others."""
     groups = [{"params": model[0].parameters(), "use_muon": True}, {"params": model[1].parameters(), "lr": 1e-4}]
     return [torch.optim.SGD(groups, lr=0.1)]
 
 
 def by_kind(model):
-    """As people use a Muon of their own."""
+    """One optimizer for matrices, another for vectors."""
     matrices, vectors = ([p for p in model.parameters() if p.ndim == n] for n in (2, 1))
     return [torch.optim.SGD(matrices, lr=0.02), torch.optim.AdamW(vectors, lr=3e-4)]
 
 
-# a model, its optimizers, and the group, of all of theirs, that the gamma of a weight joins
+# a model, its optimizers, and the index, among all groups, of the one that a weight's gamma joins
 GROUPS = {
     "that of other vectors": (normed, by_dimension, lambda name: 1),
     "without vectors that of its weight": (toy_model, by_part, lambda name: int(name[0])),
@@ -86,8 +86,8 @@ class Experts(nn.Module):
 EXPERTS = PCConfig(blocks=("ffn",), splits={"gate_up": MatrixSplit(("gate", "up"))})
 
 
-def test_gammas_of_a_stack_are_no_matrix():
-    """So that Muon and weight decay, which people choose by `ndim`, leave them alone."""
+def test_gammas_of_a_stack_are_a_vector():
+    """So that Muon and weight decay, which are often chosen by `ndim`, leave them alone."""
     model = pc.attach(Experts(), EXPERTS)
     preconditioner = pc.precondition(model, torch.optim.SGD(model.parameters(), lr=0.1))
     assert [[*p.shape] for name, p in model.named_parameters() if "gamma" in name] == [[6]]
@@ -97,7 +97,7 @@ def test_gammas_of_a_stack_are_no_matrix():
 
 
 def test_a_group_with_a_split_joins_muon_later():
-    """Of weights that are stacks of two matrices, as if it had been given at first."""
+    """The group has stacks of two matrices. The result is as if it had been there from the start."""
     states = []
     for late in (False, True):
         torch.manual_seed(0)
@@ -116,7 +116,8 @@ def test_a_group_with_a_split_joins_muon_later():
 
 
 def test_plans_of_changing_sets_of_weights_do_not_pile_up():
-    """As of experts without tokens: each step has gradients of another set. The results are those of whole plans."""
+    """As with experts that get no tokens: gradients exist for other weights in each step. Cached plans give the same
+    as new ones."""
     loop, other = Loop(), Loop()
     for step in range(2 * RecentPlans.LIMIT):
         for one in (loop, other):
@@ -129,7 +130,7 @@ def test_plans_of_changing_sets_of_weights_do_not_pile_up():
             one.optimizer.step()
             one.optimizer.zero_grad()
             if one is other:
-                one.preconditioner._plans = RecentPlans()  # all made anew
+                one.preconditioner._plans = RecentPlans()  # made anew in each step
     assert len(loop.preconditioner._plans._plans) == RecentPlans.LIMIT
     assert same(loop.model.state_dict(), other.model.state_dict())
 

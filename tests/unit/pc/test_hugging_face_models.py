@@ -1,4 +1,4 @@
-"""The table of model classes in docs/models.md: a row each, on unmodified models of transformers at toy size."""
+"""The model classes in the table of docs/models.md, as unmodified models of transformers at toy size."""
 
 import math
 import re
@@ -44,7 +44,7 @@ EXPERTS = GATED | {"gate": 8, "up": 8, "down": 8}
 SHARED = GATED | {"gate": 10, "up": 10, "down": 10}  # a shared expert beside four
 HALF = GATED | {"gate": 6, "up": 6, "down": 6}  # in one of two layers; the other is dense
 
-# Class of the model, and perhaps what is special: (its settings, matrices per block in both layers).
+# Class of the model, perhaps with a variant: (its settings, matrices per block in both layers).
 ROWS = {
     "LlamaForCausalLM": (SIZES | GROUPED, GATED),
     "Qwen3ForCausalLM": (SIZES | GROUPED, GATED),
@@ -103,7 +103,7 @@ ROWS = {
     "ModernBertForMaskedLM": (SIZES, GATED),
 }
 
-# Parts of weights of several matrices, as the forward pass of the class takes them from the weight or its product.
+# The parts of fused weights, cut as the forward pass of the class cuts the weight or its product.
 PARTS = {
     "Phi3ForCausalLM": {"qkv_proj": lambda w: w.split((16, 8, 8)), "gate_up_proj": lambda w: w.chunk(2)},
     "GPT2LMHeadModel": {"c_attn": lambda w: w.mT.chunk(3)},
@@ -131,9 +131,9 @@ PARTS = {
 def make(name):
     kind = getattr(hf, name.partition(",")[0])
     model = kind(kind.config_class(**ROWS[name][0]))
-    torch.manual_seed(2)  # of no matrix are the two largest singular values nearer to each other than 0.8 %
+    torch.manual_seed(2)  # with this seed the two largest singular values of each matrix differ by at least 0.8 %
     with torch.no_grad():
-        for parameter in model.parameters():  # some experts and biases are not initialised by their class
+        for parameter in model.parameters():  # some classes do not initialise experts and biases
             parameter.copy_(0.1 * torch.randn(parameter.shape))
     return model.eval()
 
@@ -153,7 +153,7 @@ def test_a_model_of_transformers(name, tmp_path):
     splits = [weight.split for weight in preconditioner.weights.values()]
     found = [part.config.blocks[0] for s in splits for part in s.chosen for _ in range(part.count * math.prod(s.stack))]
     assert Counter(found) == expected
-    # all parts of all weights, by a float64 SVD, after the vectors have converged
+    # all parts of all weights against a float64 SVD, with converged vectors
     for weight in preconditioner.weights.values():
         split = weight.split
         orig, effective = (t.detach() if split.stack else t.detach()[None] for t in (weight.orig, weight.effective))
@@ -162,7 +162,7 @@ def test_a_model_of_transformers(name, tmp_path):
             top = sigma[:, :1]
             wanted = u * (top * maps.evaluate(maps.resolve(4), sigma / top))[:, None] @ vh
             assert (after - wanted).norm() < 1e-5 * wanted.norm() * math.sqrt(len(wanted))
-    # the next step, and back to the untouched class
+    # one step, then back to the plain class
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     preconditioner.follow(optimizer)
     loss = outputs(model).square().mean()
@@ -196,7 +196,7 @@ def make_without_memory(name):
             default = kind.config_class()
             with torch.device("meta"):
                 return kind(kind.config_class(**{key: size for key, size in sizes.items() if hasattr(default, key)}))
-        except Exception:  # as many kinds as classes: sizes that do not fit each other, a package that is missing
+        except Exception:  # classes fail in many ways: sizes that do not fit, a missing package
             continue
     return None
 

@@ -24,7 +24,7 @@ def train(model, optimizer, preconditioner, steps=3):
 
 
 def test_accelerate():
-    """Its own accumulation and clipping give what a plain loop gives."""
+    """Accelerate's own accumulation and clipping give the same as a plain loop."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     model = pc.attach(toy_model(), PCConfig())
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
@@ -99,7 +99,7 @@ def test_a_resumed_trainer_equals_a_straight_one(tmp_path):
     assert same(resumed.model.state_dict(), straight.model.state_dict())
     file = tmp_path / "checkpoint-4" / "model.safetensors"
     state = load_file(file)
-    # a plain model's; and as transformers saves mixtures of experts, by names that its Trainer does not find again
+    # a plain model's checkpoint; and one as of mixtures of experts, whose saved names transformers' Trainer does not find
     for lacks, weight in (("weight_", "o_proj"), ("up_proj", "up_proj")):
         save_file({name: t for name, t in state.items() if lacks not in name}, file, {"format": "pt"})
         with pytest.raises(UserError, match=rf"checkpoint-4: .*{weight} was not loaded with its W"):
@@ -107,7 +107,7 @@ def test_a_resumed_trainer_equals_a_straight_one(tmp_path):
 
 
 def test_a_trainer_that_makes_its_model_anew(tmp_path):
-    """As a search for hyperparameters does (`model_init`): each model has its own preconditioner."""
+    """As in a search for hyperparameters (`model_init`): each model has its own preconditioner."""
     trainer = make_trainer(tmp_path, 1, model_init=lambda: make_trainer(tmp_path).model)
     trainer.evaluate()
     for _ in range(2):
@@ -140,7 +140,7 @@ class Net(lightning.LightningModule):
 
 
 class ByHand(Net):
-    """Two optimizers, and two backward passes for each step, beside one of a part without PC, as of a GAN."""
+    """Two optimizers, and two backward passes for each step besides that of a part without PC, as in a GAN."""
 
     automatic_optimization = False
 
@@ -188,7 +188,7 @@ def test_lightning(tmp_path):
 
 
 def test_lightning_by_hand_and_a_callback_for_two_modules():
-    """One after the other, each by a trainer of its own."""
+    """One module after the other, each with its own trainer."""
     callback, loop = PCCallback(), Loop(sgd)
     for batches in ((0,), (1, 2)):
         for batch in batches:
@@ -202,7 +202,7 @@ def test_lightning_by_hand_and_a_callback_for_two_modules():
 
 
 class Rivals(ByHand):
-    """Two networks with PC, of which Lightning freezes the parameters in the optimizer of the one that does not train."""
+    """Two networks with PC; `toggle_optimizer` freezes the parameters of the one that does not train."""
 
     def __init__(self):
         lightning.LightningModule.__init__(self)
@@ -250,7 +250,7 @@ def test_a_network_that_lightning_makes_after_a_checkpoint_is_loaded_is_refused(
 
 
 def test_a_trainer_goes_back_to_its_best_model_and_on_from_there(tmp_path):
-    """The first of two checkpoints, because here the highest loss is called best."""
+    """The best is the first of two checkpoints, because here the highest loss counts as best."""
     best = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 2, "greater_is_better": True}
     trainer = make_trainer(tmp_path, metric_for_best_model="loss", **best)
     trainer.train()

@@ -12,14 +12,14 @@ from helpers.toy import Loop, same, toy_batch, toy_loss, toy_model
 from pc import owner, preconditioner
 
 D, F, LAYERS = 7, 10, 2  # of the toy model
-# For each matrix the Gram matrix, p of it and the quadratic inside p, at level 4.
+# For each matrix, at level 4: the Gram matrix, p of it, and the quadratic inside p.
 KEPT_BYTES = 4 * LAYERS * 3 * D * D * 8
-# The first of these takes a product of [s, l] by [l, s], each other one of [s, s] by [s, s].
+# The first of these takes a product of [s, l] and [l, s], the others one of [s, s] and [s, s].
 SAVED = 2 * LAYERS * D * D * (D + 3 * F + 4 * 2 * D)
 
 
 def _train(limit, monkeypatch):
-    """Three steps, in the second without a gradient of one weight: the final state, and FLOPs of each pull-back."""
+    """Three steps, of which the second lacks the gradient of one weight: the final state, and FLOPs of each pull-back."""
     monkeypatch.setattr(preconditioner, "KEPT_BYTES", limit)
     loop, flops = Loop(), []
     for step in range(3):
@@ -40,13 +40,13 @@ def test_products_kept_for_the_gradient(monkeypatch, one_by_one):
     nothing, everything, half = (_train(limit, monkeypatch) for limit in (0, KEPT_BYTES, KEPT_BYTES // 2))
     assert nothing[1][0] - everything[1][0] == nothing[1][2] - everything[1][2] == SAVED
     assert nothing[1][0] > half[1][0] > everything[1][0]
-    if one_by_one:  # batches of other matrices round otherwise
+    if one_by_one:  # other batches round differently
         assert same(everything[0], nothing[0]) and same(half[0], nothing[0])
     assert not same(everything[0], Loop().call("backward", "pull_back", "step").parts[0].state_dict())  # control
 
 
 def _flops_after_a_step(rank, wrap):
-    """Of the pull-back of the second step on this rank."""
+    """FLOPs of the second pull-back on this rank."""
     model = pc.attach(toy_model(), pc.PCConfig())
     wrapped = wrap(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -63,4 +63,4 @@ def _flops_after_a_step(rank, wrap):
 @pytest.mark.parametrize("wrap", [DistributedDataParallel, fully_shard])
 def test_each_owner_keeps_what_it_pulls_back(wrap):
     alone = _flops_after_a_step(0, lambda model: model)
-    assert run_ranks(2, _flops_after_a_step, wrap) == [alone / 2] * 2  # of two equal layers
+    assert run_ranks(2, _flops_after_a_step, wrap) == [alone / 2] * 2  # each owns one of two equal layers

@@ -1,5 +1,5 @@
-"""The loops of docs/loops.md in one process: each trains what the paper's layers in the graph train, or one line says why
-not."""
+"""The loops of docs/loops.md in one process: each gives the same as the paper's layers in the graph, or is refused in one
+line."""
 
 import copy
 import itertools
@@ -44,7 +44,7 @@ def pull_back_each(loop, batches):
 
 
 def skip(loop, batches):
-    """A step that a bad loss skips, before gradients are pulled back or after; and one without gradients."""
+    """A step skipped for a bad loss, before or after gradients are pulled back; and a step without gradients."""
     for is_pulled_back in (False, True):
         loop.backward(99)
         if is_pulled_back:
@@ -57,7 +57,7 @@ def skip(loop, batches):
 
 
 def keep_gradients(loop, batches):
-    """Without `zero_grad`: they add up over steps."""
+    """Without `zero_grad`, gradients add up over steps."""
     for batch in batches:
         loop.backward(batch)
         loop.pull_back()
@@ -75,7 +75,7 @@ def clip(loop, batches):
 
 
 def look_around(loop, batches):
-    """What evaluates, copies and saves between the calls."""
+    """Evaluate, copy and read states between the calls."""
     for batch in batches:
         loop.backward(batch)
         with torch.inference_mode():
@@ -94,7 +94,7 @@ def by_closures(loop, batches):
         calls = itertools.count()
 
         def closure():
-            if next(calls) > 0:  # the step has moved W since the first
+            if next(calls) > 0:  # within the step, W has moved since the first call
                 loop.refresh()
             loop.zero_grad()
             return sum(loop.backward(batch) for batch in batches)
@@ -116,7 +116,7 @@ def by_clipping_closures(loop, batches):
 
 
 def lbfgs(parameters):
-    """It calls its closure several times in a step."""
+    """An optimizer that calls its closure several times in a step."""
     return torch.optim.LBFGS([*parameters], lr=0.5, max_iter=4, line_search_fn="strong_wolfe")
 
 
@@ -126,7 +126,7 @@ def sgd_and_lbfgs(parameters):
 
 
 class Prepared(torch.optim.SGD):
-    """Prepares its parameters in `add_param_group`, as some of pytorch_optimizer do."""
+    """Prepares its parameters in `add_param_group`, as some optimizers of pytorch_optimizer do."""
 
     def add_param_group(self, group):
         super().add_param_group(group)
@@ -142,7 +142,7 @@ class Prepared(torch.optim.SGD):
 
 
 class Clearing(Prepared):
-    """Clears gradients at the end of its step, as some of SAM do."""
+    """Clears gradients at the end of its step, as some implementations of SAM do."""
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -193,7 +193,7 @@ def test_a_loop_trains_what_layers_in_the_graph_do(take_step, make):
 
 
 def test_without_gammas():
-    """Nothing stands for them in model or optimizer."""
+    """Neither the model nor the optimizer has a substitute for them."""
     loop, reference = (kind(sgd, learnable_gamma=False) for kind in (Loop, InGraph))
     for one in (loop, reference):
         for step in range(3):
@@ -219,7 +219,7 @@ def test_a_frozen_model_has_nothing_to_pull_back():
 
 
 class NowAndThen(Clearing):
-    """Calls its closure in every second step."""
+    """Calls its closure only in every second step."""
 
     def step(self, closure=None):
         self.steps = getattr(self, "steps", 0) + 1
@@ -237,7 +237,7 @@ def test_a_step_that_does_not_call_its_closure():
 
 
 def test_optimizers_that_share_weights():
-    """One given twice, and two that hold all parameters and step in turn."""
+    """Two optimizers hold all parameters and step in turn; one is given twice."""
     loop = Loop(lambda p: [torch.optim.SGD(parameters, lr=0.1) for parameters in [[*p]] * 2])
     loop.preconditioner.follow(*loop.optimizers, loop.optimizers[0])
     for step in range(4):
@@ -279,7 +279,7 @@ def test_gammas_alone():
 
 
 def test_gradients_that_are_cleared_after_each_optimizer():
-    """W's are gone when the second one, which has the gammas, steps."""
+    """W's gradients are gone when the second optimizer, which has the gammas, steps."""
 
     def matrices_and_others(parameters):
         parameters = [*parameters]
@@ -313,7 +313,7 @@ def test_an_evaluation_in_inference_mode_between_two_optimizers():
 
 
 def test_an_optimizer_that_has_stepped_takes_its_state_along():
-    """Trained for a while without PC; its momentum is W's then."""
+    """It trained for a while without PC; afterwards its momentum is that of W."""
     model = toy_model()
     optimizer = sgd(model.parameters())
     toy_loss(model, toy_batch(0)).backward()
@@ -335,7 +335,7 @@ def test_an_optimizer_that_has_stepped_takes_its_state_along():
 
 
 def test_a_wrapped_optimizer_is_followed_once():
-    """As accelerate wraps it, and as a container steps another optimizer."""
+    """Wrapped as by accelerate, or in a container whose step calls the optimizer's."""
 
     class Outer(torch.optim.Optimizer):
         def __init__(self, inner):
@@ -361,7 +361,7 @@ def test_a_wrapped_optimizer_is_followed_once():
 
 
 def test_an_optimizer_that_changes_weights_after_its_step():
-    """As Lookahead does in a class of its own."""
+    """Like a Lookahead that is its own optimizer class."""
 
     class Lookahead(torch.optim.SGD):
         def step(self, closure=None):
@@ -370,7 +370,7 @@ def test_an_optimizer_that_changes_weights_after_its_step():
                 for p in self.param_groups[0]["params"]:
                     p.mul_(0.9)
 
-    torch.optim.SGD([nn.Parameter(torch.ones(1))])  # puts hooks into the step of the class that it extends
+    torch.optim.SGD([nn.Parameter(torch.ones(1))])  # makes torch wrap the base class's `step` for hooks
     loop = Loop(lambda p: Lookahead(p, lr=0.1))
     for batch in range(2):
         loop.step(batch)
@@ -379,7 +379,7 @@ def test_an_optimizer_that_changes_weights_after_its_step():
 
 @pytest.mark.parametrize("least", [1, 2])
 def test_an_optimizer_can_be_replaced(least):
-    """In a second phase of training, by one of all parameters or without gammas; the earlier one gets its own back."""
+    """For a second phase of training, by one with or without gammas; the earlier one gets its own parameters back."""
     loop = Loop(sgd)
     loop.step()
     chosen = [parameter for parameter in loop.model.parameters() if parameter.ndim >= least]
@@ -404,7 +404,7 @@ def test_one_optimizer_has_one_preconditioner():
 
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_a_weight_that_is_unfrozen(by_hand):
-    """A first phase trains the other layer; where the optimizer lacks the weight, the error names the call."""
+    """A first phase trains the other layer. If the optimizer lacks W, the error names the call to make."""
     loop = Loop.__new__(Loop)
     loop.model, loop.follows = pc.attach(toy_model(), PCConfig()), not by_hand
     frozen = loop.model[0].requires_grad_(False)
@@ -433,7 +433,7 @@ def test_a_weight_that_is_unfrozen(by_hand):
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_an_optimizer_that_holds_no_weight_with_pc_at_first(fused):
-    """As when a new head is trained first, and then all; steps of a fused optimizer are seen by its hooks alone."""
+    """As when first a new head is trained and then everything. Only hooks notice the steps of a fused optimizer."""
     model = nn.Sequential(pc.attach(toy_model(), PCConfig()).requires_grad_(False), nn.Linear(7, 7).double())
     optimizer = torch.optim.AdamW(model[1].parameters(), lr=1e-2, fused=fused)
     preconditioner = pc.precondition(model, optimizer)
@@ -452,7 +452,7 @@ def test_an_optimizer_that_holds_no_weight_with_pc_at_first(fused):
 
 
 def test_a_gradient_scaler_that_skips_one_of_two_optimizers():
-    """Scaled gradients are pulled back, then unscaled; unscaled before, they are refused."""
+    """Gradients are pulled back, then unscaled; the reverse order is refused."""
     model = pc.attach(toy_model().float(), PCConfig())
     optimizers = one_for_each_block(model.parameters())
     preconditioner, scaler = pc.precondition(model, *optimizers), torch.amp.GradScaler("cpu", init_scale=4.0)
@@ -492,7 +492,7 @@ class ScheduleFree(torch.optim.SGD):
 
 
 def test_a_schedule_free_optimizer():
-    """Its `eval` and `train` exchange W, with `write_pc` after them."""
+    """Its `eval` and `train` exchange W; the loop calls `write_pc` after them."""
     loop = Loop(lambda p: ScheduleFree(p, lr=0.1))
     loop.step()
     before = loop.trained()

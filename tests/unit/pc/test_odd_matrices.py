@@ -13,7 +13,7 @@ CONFIG = PCConfig(level=4)
 
 
 def evaluate(in_graph, weight, steps=10):
-    """PC(W) and the gradient of W and gamma for a fixed gradient of PC(W), and the vectors, in float32."""
+    """PC(W), the gradients of W and gamma for a fixed gradient of PC(W), and the vectors, in float32."""
     u, v = initial_vectors("x", weight.shape)
     gamma = torch.ones(1)
     gradient = torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
@@ -45,18 +45,18 @@ def test_zero_and_rank_deficient(in_graph, shape, rank):
     kept = [
         torch.allclose(*pair, rtol=0, atol=1e-6) for pair in zip(others[2:], initial_vectors("x", shape), strict=True)
     ]
-    assert kept == [rank == 0] * 2  # zeros leave the vectors as they are, but for rounding
+    assert kept == [rank == 0] * 2  # a zero matrix leaves the vectors unchanged, up to rounding
 
 
 @PASSES
 @SHAPES
 @pytest.mark.parametrize("exponent", [-10, 20, 40, 58])
 def test_pc_of_a_multiple_is_the_multiple(in_graph, shape, exponent):
-    """PC(c W) = c PC(W) with the same gradient: powers of two are exact, up to 3e17."""
+    """PC(c W) = c PC(W), with the same gradient of W, for c up to 3e17: powers of two are exact."""
     weight = random(shape)
     result, d_weight, d_gamma, u, v = evaluate(in_graph, weight)
     scaled = evaluate(in_graph, weight * 2.0**exponent)
     expected = result * 2.0**exponent, d_weight, d_gamma * 2.0**exponent, u, v
     for mine, other in zip(scaled, expected, strict=True):
-        # 1e-7 beside the estimate s counts for W / 1024, by 2e-5; else rounding of float32
+        # for W / 1024 the epsilon of 1e-7 is 2e-5 of the estimate s; else rounding of float32
         assert (mine - other).norm() < (1e-3 if exponent < 0 else 1e-5) * other.norm()

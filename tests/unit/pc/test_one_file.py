@@ -29,7 +29,7 @@ def _model():
 
 
 def _losses(model, optimizer, pull_back, write_pc=lambda: None):
-    """Of five steps of two micro-batches."""
+    """The losses of five steps of two micro-batches."""
     generator, losses = torch.Generator().manual_seed(1), []
     for _ in range(5):
         for _ in range(2):
@@ -50,7 +50,7 @@ def _losses_of_the_library(level):
 
 
 def test_ranks_with_seeds_of_their_own_start_alike(one_file):
-    """As scripts have them that seed each rank by its number, so that it draws data of its own."""
+    """As in scripts that seed each rank by its number, so that it draws its own data."""
     effective = []
     for seed in (1337, 1338):
         model = _model()
@@ -61,10 +61,10 @@ def test_ranks_with_seeds_of_their_own_start_alike(one_file):
 
 
 def test_it_trains_as_the_library_does(one_file):
-    """Losses depend on weights and gammas of all earlier steps. float64 has 16 digits."""
+    """Losses depend on the weights and gammas of all earlier steps."""
     model = _model()
     preconditioner = one_file.PC([model[0].weight, model[1].weight])
-    for i, weight in enumerate(preconditioner.weights):  # the library's own first u and v
+    for i, weight in enumerate(preconditioner.weights):  # start from the library's u and v
         u, v = initial_vectors(str(i), weight.shape)
         preconditioner.u[i], preconditioner.v[i] = u.double(), v.double()
     preconditioner.write_pc()
@@ -87,7 +87,7 @@ def test_weights_that_start_at_zero_or_are_not_used_train_as_in_the_library(one_
     losses = _losses(model, optimizer, preconditioner.pull_back, preconditioner.write_pc)
     optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
     wanted = _losses(expected, optimizer, pc.precondition(expected, optimizer).pull_back)
-    assert losses == pytest.approx(wanted, rel=1e-3)  # the first vectors differ
+    assert losses == pytest.approx(wanted, rel=1e-3)  # the initial vectors differ
 
 
 def test_it_needs_torch_alone_and_learns(one_file, command):

@@ -9,7 +9,7 @@ from pc.owner import Plan
 pytestmark = pytest.mark.fast
 
 
-def test_alone_runs_alike_items_in_batches(monkeypatch):
+def test_one_process_runs_alike_items_in_batches(monkeypatch):
     matrices = [torch.full((2, 3), float(i)) for i in range(5)] + [torch.ones(4, 2)]
     keys = [1, 1, 1, 1, 10, 1]
     batches = []
@@ -20,13 +20,13 @@ def test_alone_runs_alike_items_in_batches(monkeypatch):
 
     originals = [m.clone() for m in matrices]
     items = [(m,) for m in matrices]
-    Plan(items, items, keys).run(double, items, items)  # on a CPU one by one
+    Plan(items, items, keys).run(double, items, items)  # one by one on a CPU
     assert [shape[0] for _, shape in batches] == [1] * 6
     batches.clear()
     monkeypatch.setattr(owner, "ONE_BY_ONE", ())
     monkeypatch.setattr(owner, "BUCKET_BYTES", 3 * matrices[0].nbytes)
     Plan(items, items, keys).run(double, items, items)
-    # as many as fit, of one key and shape; a larger one goes alone
+    # as many of one key and shape as fit; a larger one goes alone
     assert sorted(batches) == [(1, (1, 2, 3)), (1, (1, 4, 2)), (1, (3, 2, 3)), (10, (1, 2, 3))]
     for matrix, original, key in zip(matrices, originals, keys, strict=True):
         assert torch.equal(matrix, (2 * key) ** 2 * original)

@@ -1,6 +1,6 @@
-"""Collectives and FLOPs of a step of the 1B model on 8 ranks, counted without weights and network. Shapes are real,
-data is not: tensors are on the meta device, and the process group is torch's fake one. Each rank is simulated in turn
-with the trainer's own model, sharding, PC and Muon."""
+"""Collectives and FLOPs of a step of the 1B model on 8 ranks, counted without data or a network: tensors are on the meta
+device, and the process group is torch's fake one. Each rank is simulated in turn with the trainer's own model,
+sharding, PC and Muon."""
 
 import math
 
@@ -23,7 +23,7 @@ NOT_COUNTED = ["--compile.enable", "false", "--activation_checkpoint.mode", "non
 
 
 def play(rank, prepare, action, layout=(), world=WORLD) -> tuple[Counts, int]:
-    """`action(prepare(model))` with the model sharded as on `rank` of `world`: the counts, and FLOPs."""
+    """Counts and FLOPs of `action(prepare(model))`, with the model sharded as on `rank` of `world`."""
     config = load_config(CONFIG, [*layout, *NOT_COUNTED])
     with fake_rank(rank, world) as counts:
         prepared = prepare(sharded(model_args("1B"), config, world))
@@ -66,7 +66,7 @@ def test_collectives_bytes_and_operations(prepare, action, shapes, input_bytes, 
     calls = 2 * max(_buckets(of_owner) for of_owner in sizes)  # all owners work on every bucket
     ranks = [play(rank, prepare, action, layout) for rank in range(WORLD)]
 
-    # u, v and gamma are sent too: less than a thousandth
+    # u, v and gamma, which are sent too, add less than a thousandth
     bytes_moved = sum(elements) * (input_bytes + output_bytes) * (WORLD - 1) / WORLD
     sent, received = ([sum(one[side] for one in c.all_to_alls) for c, _ in ranks] for side in (0, 1))
     for rank, (counts, _) in enumerate(ranks):
@@ -84,7 +84,7 @@ def test_collectives_bytes_and_operations(prepare, action, shapes, input_bytes, 
 
 
 def _buckets(sizes):
-    """How many are filled with matrices of these sizes, one after another; none is split."""
+    """How many buckets matrices of these sizes fill, one after another; no matrix is split."""
     filled, held = 1, 0
     for size in sizes:
         filled, held = (filled, held + size) if held + size <= BUCKET_BYTES else (filled + 1, size)
@@ -93,7 +93,7 @@ def _buckets(sizes):
 
 @pytest.mark.parametrize("model", ["271m", "1b", "7b", "13b", "70b"])
 def test_the_busiest_owner_has_little_more_than_an_equal_share(model):
-    """Up to as many owners as there are matrices, by PC's FLOPs as counted: at most 1.151 times, for 13B on 64."""
+    """By PC's FLOPs as counted. The worst found is 1.151 times an equal share, for 13B on 64 owners."""
     path = CONFIG.with_name(f"{model}_adamw_pc.toml")
     run_cost = RunCost(
         load_config(path, ["--training.global_batch_size", "1024", "--training.local_batch_size", "1"]), 64

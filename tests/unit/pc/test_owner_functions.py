@@ -36,7 +36,7 @@ def _batch(shape, converged=True):
 @OPTIONS
 @SHAPES
 def test_write_equals_its_definition(level, recovery, with_gamma, shape):
-    # Polar Express diverges above one, where an unconverged estimate leaves singular values.
+    # Polar Express diverges above one, and an unconverged estimate leaves singular values there.
     weight, gamma, u, v, _ = _batch(shape, converged=level == "polar_express")
     config = _config(level, norm_recovery=recovery, power_iterations=3, learnable_gamma=with_gamma)
     found, reach = power_iteration(weight, u, v, 3), method_of(config).reach
@@ -83,13 +83,13 @@ def test_a_weight_of_zero(norm_recovery):
 
 
 def test_identity_and_sigma_reparametrisation_are_maps():
-    """W / sigma_1 times gamma (Zhai et al., arXiv:2303.06296), and W with a gradient that leaves the norm alone."""
+    """gamma W / sigma_1 (Zhai et al., arXiv:2303.06296), and W with a gradient that does not change its norm."""
     weight, gamma, u, v, gradient = _batch((6, 9))
     largest = torch.linalg.matrix_norm(weight, 2, keepdim=True)
     for recovery, factor in ((False, 1 / largest), (True, 1.0)):
         config = _config([1.0, 0.0], norm_recovery=recovery)
         found = effective_weight(weight, gamma, u, v, config)
-        torch.testing.assert_close(found, gamma[..., None] * weight * factor, rtol=1e-5, atol=0)  # epsilon by 0.1
+        torch.testing.assert_close(found, gamma[..., None] * weight * factor, rtol=1e-5, atol=0)  # epsilon / norm
         d_weight, _ = method_of(config).pull_back(weight, gradient, gamma, u, v)
         along = torch.einsum("bij,bij->b", d_weight, weight) / (d_weight.norm(dim=(1, 2)) * weight.norm(dim=(1, 2)))
         assert along.abs().max() < 1e-5  # a change of the length of W changes nothing

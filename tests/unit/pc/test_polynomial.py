@@ -47,13 +47,13 @@ def _apply_by_horner(map, matrix):
 
 
 OWN = [tuple(0.5**i for i in range(degree + 1)) for degree in (5, 6, 7)]
-TINY_LAST = [(1.5, -0.5, 0.25, -0.25, a) for a in (0.0, 1e-9)]  # of which no square may be completed
+TINY_LAST = [(1.5, -0.5, 0.25, -0.25, a) for a in (0.0, 1e-9)]  # no square can be completed
 
 
 @pytest.mark.parametrize("level", [*LEVELS, *OWN, *TINY_LAST], ids=str)
 @pytest.mark.parametrize("shape", [(7, 7), (5, 11), (11, 5), (1, 6), (6, 1), (2, 3, 5, 9)])
 def test_fewer_products_give_the_same_as_horner_and_autograd(level, shape):
-    """At the levels, and for maps that only a config of one's own has."""
+    """For the levels, and for maps that only a custom config has."""
     map = level if isinstance(level, tuple) else maps.resolve(level)
     *batch, n, m = shape
     matrix, gradient = _matrix(n, m, batch=batch).requires_grad_(), _matrix(n, m, batch=batch, seed=1)

@@ -21,9 +21,9 @@ MATMUL = torch.backends.cuda.matmul
 
 
 def _train_by_the_paper(make, steps):
-    """Algorithms 1 and 3 of the paper, literally, in a loop without this project's preconditioner."""
+    """Algorithms 1 and 3 of the paper, word for word, in a loop without this project's preconditioner."""
     model, state = toy_model(), {}
-    # a second toy model is attached for its first u and v alone
+    # a second toy model is attached only for its initial u and v
     for name, marked in pc.named_weights(pc.attach(toy_model(), PCConfig())):
         weight = model.get_submodule(name).weight
         gamma = torch.ones(1, dtype=torch.float64, requires_grad=True)
@@ -84,7 +84,7 @@ def test_a_loop_equals_the_paper(loop, make, tolerance):
     assert (expected["0.attention.wo"][0] - toy_model()[0].attention["wo"].weight).abs().max() > 1e-3  # control
 
 
-def test_what_is_where():
+def test_names_in_the_model_and_its_state():
     """`weight` is PC(W), beside it W, gamma, u and v under the names of torch's spectral_norm, all in the state."""
     loop = Loop()
     names = {f"{name}.weight" for name in loop.preconditioner.weights}
@@ -101,8 +101,8 @@ def test_what_is_where():
     assert layer.weight.grad is None and layer.weight_orig.grad is not None and layer.weight_gamma.grad is not None
 
 
-def test_plain_states_and_states_with_pc_do_not_meet():
-    """Torch's strict check says so; `pc.plain_state_dict` is the way out."""
+def test_plain_states_and_states_with_pc_do_not_load_into_each_other():
+    """torch's strict check refuses them; `pc.plain_state_dict` converts."""
     loop, plain = Loop(), toy_model(seed=9)
     loop.step()
     with pytest.raises(RuntimeError, match="Unexpected key.*weight_orig"):
@@ -118,7 +118,7 @@ def test_plain_states_and_states_with_pc_do_not_meet():
     "wrap", [lambda model: checkpoint_wrapper(model[0]), lambda model: nn.Sequential(model, model)]
 )
 def test_plain_states_have_nothing_of_pc_in_them(wrap):
-    """Where a wrapper's names are not those of its state; and where one module has two names."""
+    """Also if a wrapper has other names than its state, or a module has two names."""
     loop = Loop(wrap=wrap)
     loop.step()
     assert list(pc.plain_state_dict(loop.model)) == list(wrap(toy_model()).state_dict())
@@ -134,7 +134,7 @@ def test_a_resume_goes_on_bitwise(order):
     file.seek(0)
     saved = torch.load(file, weights_only=True)
     resumed.step(5)
-    resumed.backward(6)  # what was kept of other weights is not used
+    resumed.backward(6)  # products kept for the old weights must not be used
     for index in order:
         resumed.optimizer.zero_grad()
         resumed.parts[index].load_state_dict(saved[index])
@@ -154,14 +154,15 @@ def test_a_state_loads_into_a_model_from_the_meta_device():
 
 
 def test_copies_go_on_as_the_originals_do():
-    """Copied together they train equally, apart; a copy of the model alone can be evaluated."""
+    """Model and optimizer copied together train like the originals, but separately; a copy of the model alone can be
+    evaluated."""
     loop = Loop()
     loop.step(0)
     alone = pickle.loads(pickle.dumps(copy.deepcopy(loop.model)))
     assert torch.equal(alone(toy_batch(0)), loop.model(toy_batch(0)))
     loaded = pickle.loads(pickle.dumps(loop.model))
     pc.precondition(loaded, adamw(loaded.parameters()))
-    assert same(loaded.state_dict(), loop.model.state_dict())  # it keeps its W
+    assert same(loaded.state_dict(), loop.model.state_dict())  # keeps its W
     twin = copy.copy(loop)
     twin.model, optimizer = copy.deepcopy(loop.parts)
     twin.optimizers = [optimizer]
@@ -214,7 +215,7 @@ def test_a_compiled_model_has_one_graph_and_no_check_in_it(compile_first):
 
 
 def test_autocast_does_not_lower_the_precision_of_pc():
-    """A product in bfloat16 would change PC(W) by 1e-2; the weight is rounded to bfloat16 only for the layer's matmul."""
+    """Products in bfloat16 would change PC(W) by 1e-2; autocast may round only the weight of the layer's own matmul."""
     states = []
     for enabled in (False, True):  # autocast leaves float64 as it is
         model = pc.attach(toy_model().float(), PCConfig())
@@ -230,7 +231,7 @@ def test_autocast_does_not_lower_the_precision_of_pc():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_model_that_moves_after_precondition_goes_on(dtype):
-    """All five tensors move; what was kept of the old ones is not used."""
+    """All five tensors move; products kept for the old ones are not used."""
     loop = Loop(make=lambda p: torch.optim.SGD(p, lr=0.1))
     loop.backward()
     loop.optimizer.zero_grad()
@@ -250,7 +251,7 @@ def test_frozen_weights_and_unused_layers_stay():
     layer.weight_gamma.requires_grad_(False)
     loop.model[1].feed_forward["w2"].weight_orig.requires_grad_(False)
     before = loop.trained()
-    loop.model[1](loop.model[0](toy_batch(0)).detach()).square().mean().backward()  # of the second block alone
+    loop.model[1](loop.model[0](toy_batch(0)).detach()).square().mean().backward()  # only the second block
     loop.pull_back()
     loop.update()
     after = loop.trained()
@@ -274,7 +275,7 @@ def test_plain_weights_loaded_after_attach(start, assign):
 
 
 def test_plain_weights_loaded_after_precondition():
-    """Or initialised then, as by `reset_parameters`: `restart` makes them W, and is what the refusal names."""
+    """Or initialised then, as by `reset_parameters`: `restart`, which the error names, makes them W."""
     loop = Loop()
     loop.step()
     loop.model.load_state_dict(toy_model(seed=3).state_dict(), strict=False)
@@ -287,7 +288,7 @@ def test_plain_weights_loaded_after_precondition():
 
 
 class Precisions(TorchDispatchMode):
-    """The precision that a GPU's float32 matmuls would have, by the size of the result."""
+    """Records the precision that float32 matmuls would have on a GPU, by the shape of the result."""
 
     def __init__(self):
         super().__init__()
@@ -324,8 +325,8 @@ def test_precision_of_products_whatever_the_process_has_chosen(process, compute_
 
 
 @pytest.mark.parametrize("leave", [pc.merge, pc.detach])
-def test_a_model_of_two_models_leaves_both(leave):
-    """As of a student and a teacher: each optimizer has its parameters back."""
+def test_merge_and_detach_of_a_model_of_two_models(leave):
+    """As with a student and a teacher: each optimizer gets its parameters back."""
     loops = Loop(), Loop(seed=1)
     leave(nn.ModuleList(loop.model for loop in loops))
     for loop in loops:

@@ -1,4 +1,4 @@
-"""Calls that are forgotten or in a wrong order, and changes of PC(W): what would go wrong in silence raises one line."""
+"""Forgotten calls, calls in a wrong order, and changes of PC(W): what would silently go wrong is a one-line error."""
 
 import copy
 import gc
@@ -37,7 +37,7 @@ def sgd(parameters):
 
 
 def plain_sgd_step(loop):
-    """Of an optimizer that the preconditioner does not follow."""
+    """A step of an optimizer that the preconditioner does not follow."""
     loop.backward()
     sgd(loop.model.parameters()).step()
 
@@ -52,7 +52,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("follow, calls, said", CALLS.values(), ids=CALLS)
-def test_calls_in_a_wrong_order_are_said(follow, calls, said):
+def test_calls_in_a_wrong_order_are_refused(follow, calls, said):
     *before, wrong = calls.split()
     loop = Loop(sgd, follow=follow).call(*before)
     require_refused(said, lambda: loop.call(wrong))
@@ -78,14 +78,14 @@ def test_pull_back_twice_pulls_back_once():
     ids=["another optimizer", "averaged weights not swapped back", "weights initialised late", "plain weights loaded"],
 )
 @pytest.mark.parametrize("then", ["pull_back", "write_pc", "step"])
-def test_a_change_of_pc_is_said(change, then):
+def test_a_change_of_pc_is_refused(change, then):
     loop = Loop(sgd)
     change(loop)
     require_refused(CHANGED, lambda: loop.call("backward", then) if then == "pull_back" else loop.call(then))
 
 
 @pytest.mark.parametrize("w_of, pc_of", [(0, 1), (1, 0)])
-def test_a_change_of_pc_is_said_beside_a_change_of_w(w_of, pc_of):
+def test_a_change_of_pc_is_refused_beside_a_change_of_w(w_of, pc_of):
     loop = Loop(sgd)
     with torch.no_grad():
         loop.model[w_of].attention["wo"].weight_orig.mul_(2.0)
@@ -95,7 +95,7 @@ def test_a_change_of_pc_is_said_beside_a_change_of_w(w_of, pc_of):
 
 @pytest.mark.parametrize("changed", ["weight_orig", "weight_gamma"])
 def test_a_change_of_w_or_gamma_alone(changed):
-    """Is refused until PC(W) is written, so that gradients are of the weights that forward passes used."""
+    """Pull-back is refused until PC(W) is written, so that gradients belong to the weights that forward passes used."""
     loop = Loop(sgd)
     with torch.no_grad():
         getattr(loop.model[0].attention["wo"], changed).mul_(2.0)
@@ -107,7 +107,7 @@ def test_a_change_of_w_or_gamma_alone(changed):
     loop.step()
 
 
-# torch's functions that put other parameters in the place of a weight, some under names that are PC's own
+# torch's functions that replace a weight by other parameters, some under the names that PC uses
 TAKEN = {
     "prune": lambda layer: prune.random_unstructured(layer, "weight", 0.5),
     "spectral_norm": spectral_norm,
@@ -140,7 +140,7 @@ def test_weights_that_are_computed_from_others_are_refused(change, when):
         preconditioner.pull_back()
         optimizer.step()
 
-    # the older weight_norm refuses names that are taken itself
+    # the older weight_norm itself refuses names that are taken
     said = r"0\.attention\.wo\b.*prune, spectral_norm or weight_norm|attribute 'weight_v' already exists"
     with pytest.raises((UserError, KeyError), match=said):
         train()
@@ -186,7 +186,7 @@ def parameter_assigned():
 
 
 def replaced_layer(keeps_its_parameter):
-    """As conversions to float8 do, which keep the parameter."""
+    """Replace a layer, as conversions to float8 do, which keep the parameter."""
 
     def mistake():
         loop = Loop()
@@ -210,7 +210,7 @@ def unfrozen_by_an_earlier_list():
 
 
 def by_names(split):
-    """Optimizers made after `pc.precondition`: `split` gives the groups of each from parameters by their names."""
+    """Optimizers made after `pc.precondition`; `split(weights, rest)` gives the parameters of each."""
     preconditioner = pc.precondition(model := attached())
     named = dict(model.named_parameters())
     weights, rest = ([named[name] for name in named if name.endswith("weight") is which] for which in (True, False))
@@ -281,8 +281,8 @@ def test_what_would_go_wrong_in_silence_is_said(mistake, said):
 
 @pytest.mark.parametrize("follow", [True, False])
 def test_no_subset_of_calls_trains_a_plain_model(follow):
-    """Three rounds of a loop without any subset of its calls raise an error, give the result of the complete loop, or
-    leave W unchanged; and the model computes with PC(W)."""
+    """Whichever calls are left out, three rounds of a loop raise an error, give the result of the complete loop (or of one
+    whose gradients add up), or leave W unchanged; and the model computes with PC(W)."""
     whole = ("backward", "pull_back", "step", "zero_grad") + (() if follow else ("write_pc",))
 
     def train(calls):
@@ -294,7 +294,7 @@ def test_no_subset_of_calls_trains_a_plain_model(follow):
         return loop.trained()
 
     expected, start = train(whole), Loop().trained()
-    summed = train(tuple(call for call in whole if call != "zero_grad"))  # as gradients add up in a plain loop too
+    summed = train(tuple(call for call in whole if call != "zero_grad"))  # as in a plain loop, gradients add up
     outcomes = set()
     for kept in itertools.product((True, False), repeat=len(whole)):
         calls = tuple(itertools.compress(whole, kept))
@@ -311,7 +311,7 @@ def test_no_subset_of_calls_trains_a_plain_model(follow):
 
 @pytest.mark.parametrize("leave", [pc.merge, pc.detach])
 @pytest.mark.parametrize("call", ["pull_back", "write_pc", "restart", "follow"])
-def test_a_preconditioner_of_a_model_without_pc_is_said(leave, call):
+def test_a_preconditioner_of_a_model_without_pc_is_refused(leave, call):
     loop = Loop(sgd)
     loop.step()
     leave(loop.model)
@@ -323,8 +323,8 @@ def test_a_preconditioner_of_a_model_without_pc_is_said(leave, call):
 
 
 @pytest.mark.parametrize("make", [sgd, torch.optim.AdamW], ids=["SGD", "AdamW"])
-def test_an_optimizer_that_was_not_given_and_has_no_w_is_said(make):
-    """Made before `pc.precondition`, it would train all parameters but W."""
+def test_an_optimizer_that_was_not_given_and_has_no_w_is_refused(make):
+    """An optimizer made before `pc.precondition` would train all parameters but W."""
     model = attached()
     optimizer = make(model.parameters())
     preconditioner = pc.precondition(model)
@@ -345,11 +345,11 @@ def test_only_optimizers_with_weights_of_a_live_preconditioner_are_looked_at():
     toy_loss(model, toy_batch(0)).backward()
     preconditioner.pull_back()
     sgd(toy_model().parameters()).step()
-    late = sgd(model.parameters())  # has both
+    late = sgd(model.parameters())  # has both PC(W) and W
     late.step()
     pc.merge(model)
     early.step()
-    gc.collect()  # what other tests have left
+    gc.collect()  # frees preconditioners that other tests have left
     made = len(hooks)
     del preconditioner
     preconditioner = pc.precondition(attached())
@@ -358,7 +358,7 @@ def test_only_optimizers_with_weights_of_a_live_preconditioner_are_looked_at():
     assert len(hooks) == made
 
 
-def test_an_optimizer_made_later_is_told_of_follow():
+def test_an_optimizer_made_later_needs_follow():
     loop = Loop(sgd)
     loop.backward()
     loop.pull_back()
@@ -380,7 +380,7 @@ def test_a_first_step_of_lr_0_is_a_step():
 
 
 def test_steps_in_the_backward_pass_are_refused():
-    """An optimizer for each parameter, which steps as soon as its gradient is there."""
+    """Each parameter has an optimizer, which steps as soon as its gradient exists."""
     model = attached()
     optimizers = {p: sgd([p]) for p in model.parameters()}
     pc.precondition(model, *optimizers.values())

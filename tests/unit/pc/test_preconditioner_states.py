@@ -1,4 +1,4 @@
-"""What weights and optimizers hold between the calls of a loop: whoever reads, copies, saves, loads or interrupts."""
+"""What weights and optimizers hold between the calls of a loop when something reads, copies, saves, loads or interrupts."""
 
 import copy
 import threading
@@ -28,7 +28,7 @@ from pc.splits import WeightSplit
 
 @pytest.mark.parametrize("then", ["forward", "pull_back", "load", "step", "merge", "detach"])
 def test_an_interrupted_write_keeps_w(monkeypatch, then):
-    """By Ctrl-C in a notebook, or an error that the loop catches: the next call that needs PC(W) writes it."""
+    """After Ctrl-C in a notebook, or an error that the loop catches, the next call that needs PC(W) writes it."""
     loop = Loop(sgd)
     loop.step()
     state = copy.deepcopy(loop.model.state_dict())
@@ -75,7 +75,7 @@ def test_an_interrupted_pull_back_has_done_nothing(monkeypatch):
 
 
 def interrupt(monkeypatch, name, call):
-    """Ctrl-C while the second matrix is computed."""
+    """Press Ctrl-C while the second matrix is computed."""
     done, original = [], getattr(WeightSplit, name)
 
     def interrupted(*given, **options):
@@ -108,7 +108,7 @@ def test_while_an_optimizer_has_yet_to_step_what_is_read_is_pc(read):
         pc.merge(loop.model)
         for weight, (_, orig, gamma) in zip(effective.values(), weights, strict=True):
             u, s, v = torch.linalg.svd(orig)
-            assert (torch.linalg.svdvals(weight)[0] / (gamma * s[0]) - 1).abs() < 0.05  # and not that of W before
+            assert (torch.linalg.svdvals(weight)[0] / (gamma * s[0]) - 1).abs() < 0.05  # PC of the new W
     else:
         loop.model(toy_batch(0)) if read == "forward" else pc.plain_state_dict(loop.model)
         require_pc(loop.preconditioner)
@@ -129,14 +129,14 @@ def test_a_model_in_half_precision_is_exported_but_not_trained(read):
 
 
 def test_a_compiled_pass_that_saw_old_weights_is_not_trained():
-    """Its graph has no check; the step is refused, and goes on after the call that the message names."""
+    """Its graph has no check. The pull-back is refused; after the call that the message names, training continues."""
     loop = Loop(one_for_each_block)
     compiled = torch.compile(loop.model, backend="aot_eager", fullgraph=True)
     for batch in (0, 1):
         toy_loss(compiled, toy_batch(batch)).backward()
         if batch == 0:
             loop.pull_back()
-            loop.optimizers[0].step()  # the other one does not
+            loop.optimizers[0].step()  # the other optimizer does not step
             loop.model.zero_grad()
     with pytest.raises(UserError, match="call preconditioner.write_pc"):
         loop.pull_back()
@@ -149,7 +149,7 @@ def test_a_compiled_pass_that_saw_old_weights_is_not_trained():
 
 
 def test_a_load_of_some_weights():
-    """While one optimizer has yet to step: the weights that were not loaded get their PC(W)."""
+    """While one optimizer has yet to step; the weights that were not loaded still get their PC(W)."""
     loop, other = Loop(one_for_each_block), Loop(one_for_each_block, seed=1)
     loop.backward()
     loop.pull_back()
@@ -162,7 +162,7 @@ def test_a_load_of_some_weights():
 
 
 def test_a_thread_that_evaluates_and_saves():
-    """While steps run: W is what it would be without it."""
+    """While steps run in another; W is the same as without the thread."""
 
     def train(is_watched):
         loop, done, failed = Loop(), threading.Event(), []
@@ -241,7 +241,7 @@ def test_modules_that_read_weights_of_layers_they_do_not_call():
 
 
 def names_and_hooks(model, optimizer):
-    """What attach, preconditioner and merge may change."""
+    """What attach, precondition and merge may change."""
     modules = [(type(m), sorted(vars(m)), len(m._forward_pre_hooks), len(m._state_dict_hooks)) for m in model.modules()]
     hooks = len(optimizer._optimizer_step_pre_hooks), [type(g["params"]) for g in optimizer.param_groups]
     return modules, [name for name, _ in model.named_parameters()], hooks, "zero_grad" in vars(optimizer)
@@ -262,7 +262,7 @@ def test_a_refused_precondition_changes_nothing():
 
 @pytest.mark.parametrize("leave", [pc.merge, pc.detach])
 def test_merge_and_detach_leave_a_plain_loop(leave):
-    """The optimizer goes on without PC; merge leaves PC(W), detach W, which can be attached again."""
+    """The optimizer continues without PC. merge leaves PC(W); detach leaves W, which can be attached again."""
     loop = Loop()
     loop.step()
     output, orig = loop.model(toy_batch(0)).detach(), loop.trained()["0.attention.wo"][0]
@@ -288,7 +288,7 @@ def test_merge_and_detach_leave_a_plain_loop(leave):
 
 
 def test_detach_before_all_optimizers_have_stepped_leaves_a_plain_model():
-    """PC(W) is still to be written then; nothing may write it into the plain model."""
+    """At that point PC(W) has not been written; nothing may write it into the plain model later."""
     model = pc.attach(toy_model(), PCConfig())
     first, _ = optimizers = [adamw(layer.parameters()) for layer in model[:2]]
     preconditioner = pc.precondition(model, *optimizers)
@@ -302,7 +302,7 @@ def test_detach_before_all_optimizers_have_stepped_leaves_a_plain_model():
 
 
 class PassingOn(nn.Module):
-    """Shows the attributes of the module inside, as wrappers of peft and of Lightning's Fabric do."""
+    """Passes attribute lookups on to the wrapped module, like the wrappers of peft and Lightning Fabric."""
 
     def __init__(self, module):
         super().__init__()

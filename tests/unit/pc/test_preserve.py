@@ -53,10 +53,10 @@ def test_an_attached_model_computes_what_it_did(level, when):
     made = pc.precondition(model, optimizer)
     if when == "twice":
         pc.preserve(model)
-    if when == "after":  # as where given weights are loaded late
+    if when == "after":  # as if the weights were loaded late
         model.load_state_dict(toy_model().state_dict(), strict=False)
         pc.preserve(model)
-    # not exactly, because s has 1e-7 added and is near 1
+    # not exactly, because 1e-7 is added to s, which is near 1
     torch.testing.assert_close(model(x), expected, rtol=0, atol=1e-6)
     toy_loss(model, x).backward()
     made.pull_back()

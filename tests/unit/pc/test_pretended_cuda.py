@@ -1,4 +1,4 @@
-"""On a fake GPU: every tensor of a step is on it, and nothing waits for it."""
+"""On a fake GPU: every tensor of a step is on it, and the host never waits for it."""
 
 import pytest
 import torch
@@ -54,12 +54,12 @@ def _step(strict, sharded=False):
 
 
 def _exchange(strict):
-    """With each matrix sharded over eight ranks, including uneven and empty shards."""
+    """A step with each matrix sharded over eight ranks, with uneven and empty shards."""
     _step(strict, sharded=True)
 
 
 def _trace(rank) -> dict[str, str]:
-    """What is wrong with each function, and with two faults."""
+    """The error of each function, and of two planted faults."""
     global _mesh
     dist.destroy_process_group()
     dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=RANKS)

@@ -16,7 +16,7 @@ LEVEL_4 = PCConfig(level=4)
 
 
 def settled(weight):
-    """u and v of many iterations, [1, n] and [1, m]."""
+    """u and v after many iterations, [1, n] and [1, m]."""
     vectors = (torch.ones(1, size, dtype=weight.dtype) / size**0.5 for size in weight.shape[1:])
     return power_iteration(weight, *vectors, 300)
 
@@ -35,7 +35,7 @@ def write(weight, u, v, config=LEVEL_4):
 
 
 def lifted(size, times, generator):
-    """[1, n, m] with another direction that was lifted to `times` the largest singular value, and u, v of before."""
+    """[1, n, m] in which another direction was lifted to `times` the largest singular value, and the old u and v."""
     left, right = (torch.linalg.qr(torch.randn(n, n, generator=generator, dtype=torch.float64))[0] for n in size)
     values = torch.linspace(1, 0.01, min(size), dtype=torch.float64)
     values[len(values) // 2] = times
@@ -43,7 +43,7 @@ def lifted(size, times, generator):
 
 
 def unguarded(weight, u, v, times):
-    """What the map makes of the lifted direction without a second opinion, relative to `times`."""
+    """What the map does to the lifted direction without a second opinion, relative to `times`."""
     s = (u[0] @ weight[0] @ v[0]).item()
     return evaluate(resolve(4), times / s) / times
 
@@ -59,18 +59,18 @@ def test_a_direction_that_one_step_has_lifted(size, times):
 
 @pytest.mark.parametrize("times", [1.35, 1.7, 2.5])
 def test_a_lifted_direction_of_equal_entries(times):
-    """A start of mean 0 is orthogonal to it."""
+    """A start vector of mean 0 would be orthogonal to it."""
     generator = torch.Generator().manual_seed(0)
     gaussian = torch.randn(2, 768, 768, generator=generator, dtype=torch.float64)
     gaussian[:, :, 0] = 1.0
-    left, right = torch.linalg.qr(gaussian)[0]  # equal entries are the first directions
+    left, right = torch.linalg.qr(gaussian)[0]  # the first directions have equal entries
     values = torch.linspace(1, 0.01, 768, dtype=torch.float64)
     values[0] = times
     assert write((left * values @ right.T)[None], left[None, :, 1], right[None, :, 1])[0] < 1.26
 
 
 def test_directions_lifted_in_random_bases():
-    """268 matrices."""
+    """With 268 matrices."""
     generator = torch.Generator().manual_seed(4)
     for size in torch.randint(8, 64, (134, 2), generator=generator).tolist():
         for times in (1.5, 2.0):
@@ -80,7 +80,7 @@ def test_directions_lifted_in_random_bases():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_a_block_that_u_has_forgotten(dtype):
-    """u has underflowed to 0 where the other block grows, so no number of iterations would find it."""
+    """u has underflowed to 0 in the block that grows, so no number of iterations would find it."""
     weight = torch.zeros(1, 16, 16, dtype=dtype)
     generator = torch.Generator().manual_seed(1)
     for block in (slice(0, 8), slice(8, 16)):
@@ -92,25 +92,25 @@ def test_a_block_that_u_has_forgotten(dtype):
     assert write(weight, *power_iteration(weight, u, v, 1000), PCConfig(level=4, power_iterations=1))[1]  # control
 
 
-def test_whatever_w_is():
-    """One entry, rank one, one row: bounded."""
+def test_degenerate_weights_are_bounded():
+    """With one entry, of rank one, with one row or column."""
     one_entry, rank_one = torch.zeros(1, 6, 9), torch.ones(1, 6, 9)
     one_entry[0, 3, 4] = 2.0
     for weight in (one_entry, rank_one, torch.randn(1, 1, 9), torch.randn(1, 9, 1), 1e-3 * rank_one, 1e17 * rank_one):
         u, v = (torch.nn.functional.normalize(torch.randn(1, n), dim=1) for n in weight.shape[1:])
         assert write(weight, u, v)[0] < 1.26
-        other = torch.nn.functional.one_hot(torch.tensor([0]), weight.size(1)).float()  # of another row
+        other = torch.nn.functional.one_hot(torch.tensor([0]), weight.size(1)).float()  # u is in another row
         assert write(weight, other, v)[0] < 1.26
     u, v = torch.ones(1, 6) / 6**0.5, torch.ones(1, 9) / 3
     broken = torch.full((1, 6, 9), torch.nan)
     found = method_of(LEVEL_4).write(broken, one_each(broken), u, v)[3]
-    assert not found > 0  # nothing is replaced for a NaN, which the trainer names
+    assert not found > 0  # vectors of a NaN matrix are not replaced; the trainer names it
 
 
 @pytest.mark.parametrize("rows", [64, pytest.param(257, marks=pytest.mark.soak)])
 def test_ten_thousand_matrices(rows):
-    """Of many shapes and growths. Without a second opinion 3 are above 1.26 times their norm with fewer than 64 rows, up to
-    1.66, and 7 with up to 256, up to 24.5.
+    """With many shapes and growths. Without a second opinion, PC(W) exceeds 1.26 times the norm of W for 3 matrices of fewer
+    than 64 rows (up to 1.66 times), and for 7 of up to 256 rows (up to 24.5 times).
     """
     generator = torch.Generator().manual_seed(2)
     for index in range(200):
@@ -131,8 +131,9 @@ def test_ten_thousand_matrices(rows):
 
 
 def lifted_training(resumed: bool = False) -> tuple[list[float], dict[str, int], float, float]:
-    """Losses of 60 steps, the weights whose vectors were replaced, how many, and the worst estimate; step 30 lifts a direction of W to 2 s, as one step
-    in a new direction can, after iterations that have lost it. `resumed`: goes on from the state after step 31."""
+    """Losses of 60 steps, the weights whose vectors were replaced, how many, and the worst estimate. Step 30 lifts a
+    direction of W to 2 s, as one step in a new direction can, after the iteration has lost that direction. `resumed`:
+    continue from the state at the start of step 31."""
 
     def make():
         torch.manual_seed(0)
@@ -170,7 +171,7 @@ def lifted_training(resumed: bool = False) -> tuple[list[float], dict[str, int],
 
 
 def test_a_training_whose_weight_is_lifted_goes_on(monkeypatch):
-    """It is counted and trained on, and a resume is exact; without a second opinion the loss is NaN some steps later."""
+    """The replacement is counted, and a resume is exact. Without a second opinion the loss is NaN some steps later."""
     losses, replaced, count, worst = lifted_training()
     assert replaced == {"0": 1} and count == 1 and worst > 1.5
     assert losses[31] < 1.02 * losses[30] and losses[59] < losses[30]
@@ -182,7 +183,8 @@ def test_a_training_whose_weight_is_lifted_goes_on(monkeypatch):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_estimates_follow_within_a_step_that_moves_far(seed):
-    """LBFGS takes up to twenty steps in one; by the vectors of before it, all four had losses of 2,500 and more."""
+    """LBFGS moves up to twenty times in one step; with the vectors from before the step, all four runs had
+    losses of 2,500 and more."""
     torch.manual_seed(seed)
     model = torch.nn.Sequential(torch.nn.Linear(16, 24), torch.nn.GELU(), torch.nn.Linear(24, 8)).double()
     inputs, targets = torch.randn(64, 16).double(), torch.randn(64, 8).double()
@@ -204,7 +206,7 @@ def test_estimates_follow_within_a_step_that_moves_far(seed):
 
 
 def test_each_matrix_of_a_stack_counts():
-    """A CPU writes the matrices of a stack one by one; the count by name is that of all."""
+    """A CPU writes the matrices of a stack one by one; the count under their name includes all."""
     weight, u, v = (
         torch.cat(one)
         for one in zip(*(lifted((12, 20), 2.0, torch.Generator().manual_seed(i)) for i in range(3)), strict=True)

@@ -1,4 +1,4 @@
-"""What others wrote shows as text, wherever a command prints it."""
+"""Control characters in text from others show as text, wherever a command prints it."""
 
 import subprocess
 import sys
@@ -24,7 +24,7 @@ SHOWN = r"\x1b]0;mine\x07"
         ("Grüße, 漢字, \u0645\u06cc\u200c\u062e, 👩\u200d🔬", "Grüße, 漢字, \u0645\u06cc\u200c\u062e, 👩\u200d🔬"),
     ],
 )
-def test_what_tells_a_terminal_something_is_written_out(text, shown):
+def test_control_characters_are_written_out(text, shown):
     assert plain(text) == plain(shown) == shown
 
 
