@@ -1,4 +1,4 @@
-"""What commands say of mistakes, and their help, before they import torch, which takes seconds."""
+"""Commands report mistakes and print their help before they import torch, which takes seconds."""
 
 import re
 
@@ -46,7 +46,7 @@ def run_script(script, *words) -> tuple[int, str]:
         ("--checkpoint.initial_load_path=nowhere", "checkpoint.initial_load_path: nowhere does not exist"),
     ],
 )
-def test_a_start_answers_mistakes(words, said):
+def test_a_start_reports_mistakes(words, said):
     status, output = launch(CONFIG, *words.split())
     assert said in output and status == 2
 
@@ -64,7 +64,7 @@ def test_a_start_answers_mistakes(words, said):
         ),
     ],
 )
-def test_a_start_answers_layouts_that_do_not_fit(monkeypatch, processes, words, said):
+def test_a_start_reports_layouts_that_do_not_fit(monkeypatch, processes, words, said):
     monkeypatch.setenv("NGPU", processes)
     status, output = launch("train_configs/debug.toml", *words)
     assert output.startswith(f"error: {said}") and output.count("\n") == 1 and status == 2
@@ -106,7 +106,7 @@ def test_a_start_answers_layouts_that_do_not_fit(monkeypatch, processes, words, 
         ),
     ],
 )
-def test_a_script_answers_mistakes(words, said):
+def test_a_script_reports_mistakes(words, said):
     script, *rest = words.split()
     status, output = run_script(f"scripts/{script}", *rest)
     assert status == 2 and re.search(said, output), output

@@ -1,4 +1,4 @@
-"""What a configuration says that it trains."""
+"""The line that says what a configuration trains."""
 
 import pytest
 
@@ -17,6 +17,6 @@ from pc_recipe.config.schema import Config
     ],
     ids=str,
 )  # fmt: skip
-def test_a_run_calls_itself_what_it_is(pc, said):
+def test_the_headline_says_what_has_pc(pc, said):
     config = Config(model={"flavor": "nano"}, optimizer={"name": "Muon"}, pc={"enable": True} | pc)
     assert headline(config) == f"9.3M Llama, Muon, {said}"

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.fast
 
 
 def resolve(path, words=()) -> dict:
-    """What is set."""
+    """All keys that are set, with their values."""
     return inheritance.resolve(path, words, Config).model_dump(exclude_unset=True)
 
 
@@ -122,7 +122,7 @@ def test_bad_files_are_named_with_the_key(write, text, said):
 
 
 def test_a_parent_is_a_file(write):
-    """The end of a device would never come."""
+    """Reading a device would never end."""
     with pytest.raises(UserError, match="/dev/zero should be a file"):
         resolve(write("leaf.toml", 'parent = "/dev/zero"'))
 
@@ -163,7 +163,7 @@ def test_written_file_resolves_to_itself_and_names_its_ancestors(write, tmp_path
     assert "--training.steps 3" in comments[1]
     assert [line.split()[-1] for line in comments[2:]] == [sha256_of(leaf), sha256_of(base)]
     again = tmp_path / "again.toml"
-    write_config(load_config(written), again)  # as the trainer's processes do
+    write_config(load_config(written), again)  # as the trainer's processes write it
     assert again.read_bytes() == written.read_bytes()
 
 
@@ -176,7 +176,7 @@ def test_a_moved_run_is_continued_where_it_is(write, tmp_path, monkeypatch):
     assert load_config("moved/config.toml", ["--job.dump_folder=other"]).job.dump_folder == "other"
 
 
-def test_an_overlay_stands_between_the_words_of_the_command_line(write, tmp_path):
+def test_an_overlay_overrides_words_before_it_but_not_after_it(write, tmp_path):
     leaf = write("leaf.toml", "[optimizer]\nlr = 1.0\neps = 0.5\n[training]\nsteps = 1\nmax_norm = 3")
     below = write("below.toml", "[training]\nmax_norm = 7.0")
     overlay = write("overlay.toml", 'parent = "below.toml"\n[optimizer]\nlr = 2.0\n[training]\nsteps = 2')
@@ -203,7 +203,7 @@ def test_every_faulty_key_is_named_once(write):
 
 
 def test_every_key_is_read():
-    """By TorchTitan, under its name, or by this project; none that exists has a replacement."""
+    """By TorchTitan, under the same name, or by this project; no key that exists has a replacement."""
     from functools import reduce
 
     from torchtitan.config import JobConfig
@@ -223,23 +223,23 @@ def test_every_key_is_read():
     assert not set(keys) & set(inheritance.INSTEAD)
 
 
-def test_help_lists_the_keys_and_describes_those_with_a_word():
+def test_help_lists_keys_and_describes_those_that_match_a_word():
     config = "train_configs/271m_adamw_pc.toml"
     status, output = launch(config, "--help")
     assert status == 0 and "--section.key=value" in output and "--help pc" in output
     assert "pc: level, blocks" in output and "Peak learning rate" not in output
     status, output = launch(config, "--help", "optimizer.lr")
-    assert status == 0 and "--optimizer.lr=0.0008486\n    Peak learning rate" in output  # the value of this config
+    assert status == 0 and "--optimizer.lr=0.0008486\n    Peak learning rate" in output  # this config's value
     assert [line.partition("=")[0] for line in output.splitlines() if line.startswith("--")] == [
         "--optimizer.lr", "--optimizer.lr_factors"
     ]  # fmt: skip
 
 
 def test_what_the_help_shows_is_what_the_command_line_takes():
-    """The value of every key of a config, and of the defaults."""
+    """For every key, with the values of a config and with the defaults."""
     for config in (Config(), load_config(ROOT / "train_configs" / "overlays" / "8_nodes.toml")):
         lines = [line for line in command_line.describe_keys(config, "") if line.startswith("--")]
-        shown = [line for line in lines if not line.endswith("=")]  # a key that is not set, or an empty word
+        shown = [line for line in lines if not line.endswith("=")]  # a key that is not set, or is empty
         assert len(lines) == len(all_values(config)) and len(shown) > 80
         path = ROOT / "train_configs" / "base.toml"
         read = all_values(load_config(path, shown))
@@ -249,8 +249,8 @@ def test_what_the_help_shows_is_what_the_command_line_takes():
 
 
 @pytest.mark.parametrize("odd", ["\n[training]\nsteps = 1\n#", "\r", "\x01", "\x1b[0m", "\x7f", "\x85", "\u2028"])
-def test_no_character_leaves_the_comments_of_a_written_file(write, tmp_path, odd):
-    """Those of a word, of the config's path and of an overlay's."""
+def test_no_character_ends_a_comment_of_a_written_file(write, tmp_path, odd):
+    """Comments quote words, the path of the config and that of an overlay."""
     leaf, text = write(f"leaf{odd}.toml", ""), f"x{odd}y"
     overlay = write(f"over{odd}.toml", "[optimizer]\nlr = 1.0")
     config = load_config(leaf, ["--job.description", text, "--job.dump_folder=out", "--overlay", str(overlay)])
@@ -270,5 +270,5 @@ def test_a_path_that_is_not_utf_8(write, tmp_path):
         load_config(leaf)
 
 
-def test_a_file_may_begin_with_a_mark_of_its_encoding(write):
+def test_a_file_may_begin_with_a_byte_order_mark(write):
     assert resolve(write("leaf.toml", "\ufeff[training]\nsteps = 3")) == {"training": {"steps": 3}}

@@ -115,7 +115,7 @@ def test_refused_anywhere(cpu, settings, degrees, sentence):
 
 
 @pytest.mark.parametrize("settings, degrees, sentence", REFUSED_ON_CPU, ids=lambda value: str(value)[:40])
-def test_refused_on_a_cpu_alone(settings, degrees, sentence):
+def test_refused_only_on_a_cpu(settings, degrees, sentence):
     _check(settings, degrees)
     with pytest.raises(UserError) as error:
         _check(settings, degrees, on_cpu=True)

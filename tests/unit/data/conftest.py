@@ -15,7 +15,7 @@ WORDS = "the of polynomial weight spectrum layer gradient singular value norm is
 
 def random_texts(count: int, seed: int) -> list[str]:
     choose = random.Random(seed)
-    # numbered, so that no two are equal
+    # numbered, so that all differ
     return [f"{seed}.{i} " + " ".join(choose.choices(WORDS, k=choose.randint(1, 60))) for i in range(count)]
 
 

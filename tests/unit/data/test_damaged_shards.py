@@ -1,4 +1,4 @@
-"""A damaged or unsuitable data folder is refused by name, at the start or when the damage is read."""
+"""A damaged or unsuitable data folder is refused by name, at the start or when the damaged part is read."""
 
 import errno
 import json
@@ -53,10 +53,10 @@ def test_a_truncated_shard_is_named_and_made_again(folder, parquet_folder):
     assert path.read_bytes() == whole
 
 
-def test_an_id_above_the_vocabulary_is_met_in_reading_or_by_the_checksum(folder):
+def test_an_id_above_the_vocabulary_is_found_by_reading_and_by_verifying(folder):
     path = folder / "train" / "00003.tokens.npy"
     content = bytearray(path.read_bytes())
-    content[150:152] = Manifest.read(folder).tokenizer.vocab_size.to_bytes(2, "little")  # the smallest
+    content[150:152] = Manifest.read(folder).tokenizer.vocab_size.to_bytes(2, "little")  # the smallest invalid id
     path.write_bytes(content)
     with pytest.raises(UserError, match="^[^\n]*00003.tokens.npy does not have the checksum [^\n]*$"):  # no traceback
         use(folder)
@@ -64,7 +64,7 @@ def test_an_id_above_the_vocabulary_is_met_in_reading_or_by_the_checksum(folder)
         verify(Manifest.read(folder))
 
 
-def test_an_exchanged_tokenizer(folder):
+def test_a_replaced_tokenizer_is_refused(folder):
     path = folder / "tokenizer" / "tokenizer.json"
     content = json.loads(path.read_bytes())
     ids = content["model"]["vocab"]
@@ -87,7 +87,7 @@ def test_folder_without_a_usable_manifest(make, message, folder):
         use(folder)
 
 
-def test_a_shard_that_is_cut_under_a_run_is_named(folder):
+def test_a_shard_that_is_truncated_during_a_run_is_named(folder):
     loader = load(folder)
     os.truncate(folder / "train" / "00001.tokens.npy", 200)
     iterator = iter(loader)
@@ -101,14 +101,14 @@ def fill_with_zeros(path, begin=0):
     path.write_bytes(content[:begin] + bytes(len(content) - begin))
 
 
-def test_a_shard_that_becomes_zeros_under_a_run(folder, monkeypatch):
-    """As a file system leaves after a crash: the size is right. Token 0 is valid, and a model soon predicts it with a loss of 0."""
+def test_a_shard_that_becomes_zeros_during_a_run_is_refused(folder, monkeypatch):
+    """As after a crash of a file system: the size is right, and token 0 is valid, but a model soon learns to predict it."""
     hashed, real = [], token_files.sha256_of
     monkeypatch.setattr(token_files, "sha256_of", lambda path: hashed.append(path.name) or real(path))
     loader = load(folder)
     batches = iter(loader)
     next(batches)
-    assert not hashed  # of what is plausible nothing is compared
+    assert not hashed  # plausible tokens are not compared with the checksum
     for path in folder.glob("train/*.npy"):
         fill_with_zeros(path, begin=128)
     with pytest.raises(UserError, match="tokens.npy does not have the checksum"):
@@ -117,7 +117,7 @@ def test_a_shard_that_becomes_zeros_under_a_run(folder, monkeypatch):
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EACCES])
 def test_a_disk_that_fails(folder, monkeypatch, number):
-    """An error that passes is none; one that stays is no damage, and another try may help."""
+    """An error that passes is ignored; one that stays is reported as a failed read, not as damage: a retry may help."""
     monkeypatch.setattr(look, "PAUSES", (0.0, 0.0))
     real, left = np.fromfile, [2 * (number != errno.EACCES)]
 
@@ -141,7 +141,7 @@ def test_a_verification_reads_every_shard_once(folder, monkeypatch):
     verify(manifest)
     assert sorted(read) == sorted(folder.glob("*/*.npy")) and len(read) == 10
     before = sorted(folder.rglob("*"))
-    flip(folder / manifest.shards["train"][3].tokens_file, 150)  # the low byte of a token: another entry
+    flip(folder / manifest.shards["train"][3].tokens_file, 150)  # the low byte of a token, which becomes another one
     with pytest.raises(UserError, match="00003"):
         verify(manifest)
     assert sorted(folder.rglob("*")) == before

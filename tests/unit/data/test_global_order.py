@@ -78,7 +78,7 @@ def test_an_epoch_has_every_token_once_in_another_order(shards, order):
 
 @pytest.mark.fast
 def test_resume_goes_on_with_the_next_sequence(build, order):
-    """2 → 4 → 1 ranks, each stopped at a random batch, with another micro-batch; some is read ahead and not used."""
+    """On 2, then 4, then 1 ranks, with other micro-batches, stopped at a random batch; data read ahead are not skipped."""
     for trial in range(30):
         choose = random.Random(trial)
         got, state = [], build().state_dict()
@@ -116,7 +116,7 @@ def test_skipped_positions_are_left_out_and_all_else_stays(build, order, ranks, 
     expected = [row for position, row in enumerate(order) if position not in left_out]
     skip = ["8", "5-7", "0-0", "13", "6-8"]
     assert served(build, ranks, local_batch_size, 2, skip=skip) == expected[: 2 * ranks * local_batch_size]
-    # the position counts without them, so the list may change at a resume
+    # the position counts skipped sequences too, so the list may change at a resume
     loader = build(local_batch_size=4, skip=skip)
     iterator = iter(loader)
     assert rows(next(iterator)) == order[1:5] and rows(next(iterator)) == order[9:13]

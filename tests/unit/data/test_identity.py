@@ -1,4 +1,4 @@
-"""Data are what they contain: other text, a replaced shard, a source that changes meanwhile are seen; a path is not part."""
+"""Data are identified by content: other text, a replaced shard and a source that changes are noticed; paths do not count."""
 
 import hashlib
 import json
@@ -29,7 +29,7 @@ def letters(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def make(letters, tmp_path):
-    """make(texts, output, source="in"): a data folder of them, one file each."""
+    """make(texts, output, source="in"): a data folder of the texts, each in a file of its own."""
 
     def make(texts, output, source="in", **settings):
         source = tmp_path / source
@@ -43,7 +43,7 @@ def make(letters, tmp_path):
 
 
 def resume(before, now) -> None:
-    """Continue on folder `now` a run on folder `before`."""
+    """Continue a run, which began on folder `before`, on folder `now`."""
     loader = GlobalOrderLoader(before, **SETTINGS)
     next(iter(loader))
     state = loader.state_dict()
@@ -61,7 +61,7 @@ def test_other_text_of_the_same_names_and_sizes_is_refused(make):
 
 
 def replace_shard(folder: Path, entry: str = "") -> None:
-    """Another shard of the same size, with its checksum in the manifest; entry: also that of the whole."""
+    """Put another shard of the same size and its checksum into the folder. entry: a key to remove from the manifest."""
     manifest = json.loads((folder / "manifest.json").read_text())
     shard = manifest["splits"]["train"]["shards"][0]
     path = folder / shard["tokens_file"]
@@ -82,12 +82,12 @@ def test_a_replaced_shard_with_its_checksum_is_refused(make, tmp_path):
         resume(before, tmp_path / "c")
 
 
-def test_a_folder_of_format_1_is_known_as_before_and_gets_its_checksum_at_the_first_start(make, letters):
+def test_a_folder_of_format_1_keeps_its_identity_and_gets_its_checksum_at_the_first_start(make, letters):
     files = {file.name: file.read_bytes() for file in letters.iterdir()}
     folder = make_format_1(make(TEXTS, "a"), files, "huggingface")
     before = json.loads((folder / "manifest.json").read_text())
     manifest = Manifest.read(folder)
-    # what a run of before has in its checkpoints
+    # what the checkpoints of an earlier run have
     state = {"data.path (its content)": before["configuration_sha256"], "split": "train", "training.seq_len": 8}
     loader = GlobalOrderLoader(folder, **SETTINGS)
     loader.load_state_dict({"position": 3, "identity": json.dumps(state | {"data.seed": 0})})
@@ -123,7 +123,7 @@ def test_a_source_that_changes_before_all_is_tokenised_is_refused(moment, make, 
     shutil.rmtree(tmp_path / "a")
     manifest = tokenize(**again)
     os.utime(file, ns=(2, 2))
-    assert tokenize(**again) == manifest  # what is finished no longer needs its input
+    assert tokenize(**again) == manifest  # finished data no longer need their input
 
 
 def test_a_file_or_a_folder_is_not_taken_twice_under_two_names(make, tmp_path, letters):
@@ -137,7 +137,7 @@ def test_a_file_or_a_folder_is_not_taken_twice_under_two_names(make, tmp_path, l
 
 
 def test_validation_documents_that_are_training_documents_elsewhere_are_counted(make, monkeypatch):
-    """The same text divided in two ways; alone each folder has none."""
+    """Two folders divide the same text differently; each by itself repeats nothing."""
     small, large = (
         Manifest.read(make(TEXTS, name, validation_fraction=share)) for name, share in (("a", 0.1), ("b", 0.6))
     )

@@ -13,7 +13,7 @@ SETTINGS = dict(seq_len=8, local_batch_size=4, dp_rank=0, dp_world_size=1, vocab
 
 @pytest.fixture
 def few_descriptors():
-    """128 more than are open now."""
+    """Only 128 more than are open now."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 128, hard))
     yield

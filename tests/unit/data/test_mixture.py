@@ -34,7 +34,7 @@ def test_shares_are_exact_in_each_cycle_and_near_in_each_part_of_it():
     assert mixture.counts.tolist() == [6660, 3330, 10]
     order = [mixture.locate(position) for position in range(2 * CYCLE)]
     assert [Counter(folder for folder, _ in order)[i] for i in range(3)] == [13320, 6660, 20]
-    for number in range(3):  # each folder's own positions, one after another
+    for number in range(3):  # each folder's positions are consecutive
         own = [place for folder, place in order if folder == number]
         assert own == list(range(len(own)))
     used = sum(folder == 0 for folder, _ in order[:320])

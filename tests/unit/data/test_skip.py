@@ -1,4 +1,4 @@
-"""Positions of `data.skip`: the next ones, however many are left out."""
+"""`data.skip`: the next positions, however many are left out."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""Text that is not parquet: every kind alone and in a mixed folder, its odd bytes, its mistakes, its memory."""
+"""Text files other than parquet: every kind alone and in a mixed folder, odd bytes, mistakes, memory."""
 
 import csv
 import gzip
@@ -73,7 +73,7 @@ def test_a_mixed_folder(tmp_path, write_parquet):
     write_parquet(source / "z.parquet", ["last", b"\xff"])
     (source / ".hidden.txt").write_text("never")
     (source / "picture.png").write_bytes(b"never")
-    manifest = tokenize(str(source), source / "out")  # inside, and no input when the command is repeated
+    manifest = tokenize(str(source), source / "out")  # in the input folder, but not read as input by the repeat
     assert (
         describe(manifest).splitlines()[-2]
         == "left out     1 hidden; 1 of the ending '.png'; 2 empty; 2 documents without text"
@@ -111,7 +111,7 @@ def test_a_long_text_is_cut_where_it_can_be(between, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "a.jsonl.gz"])
-def test_the_memory_is_that_of_some_documents(name, tmp_path):
+def test_memory_is_bounded_by_a_few_documents(name, tmp_path):
     line = b"no blank line and no end of a line " * 30_000  # 1 MB
     content = lines(*[line.decode()[:3000]] * 4000) if "jsonl" in name else line * 12
     (tmp_path / name).write_bytes(gzip.compress(content, 1) if "gz" in name else content)
@@ -229,16 +229,16 @@ WRITTEN = {
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-def test_tables_of_other_programs_come_through(name, tmp_path):
-    """From their file to the shards, compared with another reader of the file."""
+def test_tables_written_by_other_programs_are_read_exactly(name, tmp_path):
+    """The shards are compared with another reader of the file."""
     write, read = WRITTEN[name]
     file = tmp_path / name
     write(file)
     made = make_tokenizer(tmp_path / "letters")
     manifest = tokenize(str(file), tmp_path / "out", tokenizer=str(made), validation_fraction=0)
     expected = read(file)
-    assert expected == TEXTS  # a control of the other reader
-    expected.remove("")  # counted
+    assert expected == TEXTS  # control: the other reader is right
+    expected.remove("")  # an empty text is only counted
     own = Tokenizer.from_file(str(made / "tokenizer.json"))
     own.encode_special_tokens = True
     stored = [tokens.tolist() for tokens in read_documents(manifest, "train")]
@@ -322,7 +322,7 @@ def test_texts_that_a_tokenizer_changes_are_counted(tmp_path, changes, changed):
 
 
 def test_a_clone_of_a_data_set_gives_its_training_split(tmp_path, write_parquet):
-    """As by its name on the Hub; the card is no text of it."""
+    """As when it is named on the Hub; its card is not text."""
     (tmp_path / "README.md").write_text("---\nlicense: mit\n---\nA card.")
     for name in ("train-00000-of-00002", "train-00001-of-00002", "test-00000-of-00001", "validation-00000-of-00001"):
         write_parquet(tmp_path / "data" / f"{name}.parquet", [name])
@@ -341,7 +341,7 @@ def test_a_clone_of_a_data_set_gives_its_training_split(tmp_path, write_parquet)
             (named / f"{name}.jsonl").parent.mkdir(parents=True, exist_ok=True)
             (named / f"{name}.jsonl").write_bytes(lines(name))
         assert texts_of(named) == [one]
-    # not beside a training split of theirs
+    # in a folder of your own texts such names mean nothing
     own = tmp_path / "own"
     for name in (
         "README.md",
@@ -355,7 +355,7 @@ def test_a_clone_of_a_data_set_gives_its_training_split(tmp_path, write_parquet)
         (own / name).parent.mkdir(parents=True, exist_ok=True)
         (own / name).write_text(name)
     assert len(texts_of(own)) == 7
-    # alone, or without a training split, they are what is asked for
+    # named directly, or without a training split, they are read
     for source in (tmp_path / "data" / "test-00000-of-00001.parquet", tmp_path / "README.md"):
         assert len(texts_of(source)) == 1
     (tmp_path / "only").mkdir()
@@ -385,8 +385,8 @@ NAMES = [
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_local_name_is_that_of_a_file(name, tmp_path, monkeypatch):
-    """Whatever it looks like, and from whatever folder it is named."""
+def test_a_local_file_may_have_any_name(name, tmp_path, monkeypatch):
+    """Even one that looks like a URL or a pattern, by a relative or an absolute path."""
     monkeypatch.chdir(tmp_path)
     Path("ok.txt").write_text("another file")
     if name.endswith(".parquet"):

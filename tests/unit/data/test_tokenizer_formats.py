@@ -1,6 +1,6 @@
-"""What goes in comes out: every kind of tokenizer, from its own library over the shards to transformers.
+"""Every kind of tokenizer gives the same ids in its own library, in the shards and in transformers.
 
-Each is compared with the library that its file is made for, which the project does not call to encode.
+Each is compared with the library that its file is made for, which the project does not use to encode.
 """
 
 import io
@@ -41,7 +41,7 @@ TEXTS = [*ODD, SPELLED, *REAL]
 
 
 def came_through(reference, folder: Path, original, *, texts=TEXTS, decodes=True, adds_bos=True) -> Manifest:
-    """Tokenise, and compare ids with those of `original(text)`, with transformers', and the text of the shards."""
+    """Tokenise, compare the ids with `original(text)` and with transformers', and the decoded shards with the text."""
     folder.mkdir(exist_ok=True)
     (folder / "in.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     manifest = tokenize(str(folder / "in.jsonl"), folder / "out", tokenizer=str(reference), validation_fraction=0)
@@ -55,9 +55,9 @@ def came_through(reference, folder: Path, original, *, texts=TEXTS, decodes=True
         assert ids == [*lead, *original(text), tokenizer.eos_id], text
         assert theirs.encode(text) == ids[:-1] and theirs.eos_token_id == tokenizer.eos_id
         if decodes:
-            expected = text.replace("▁", " ") if decodes == "spaces" else text  # it is how they write a space
+            expected = text.replace("▁", " ") if decodes == "spaces" else text  # they write a space as ▁
             assert tokenizer.decode(ids[len(lead) : -1]) == expected
-    # what is stored is read as it is, so its checksum stays
+    # a stored tokenizer is not converted again, so its checksum stays
     again = load_tokenizer(folder / "export")
     assert again.sha256 == tokenizer.sha256 == manifest.tokenizer.sha256
     assert (folder / "export" / "tokenizer.json").read_bytes() == (folder / "out/tokenizer/tokenizer.json").read_bytes()
@@ -132,7 +132,7 @@ def default():
 @settings(max_examples=300, deadline=None)
 @given(text=st.text(st.sampled_from("ab .\n\t<s>/▁é漢🙂\u200b0\r"), max_size=40) | st.text(max_size=40))
 def test_the_default_gives_the_ids_of_its_own_library(default, text):
-    text = text.encode(errors="ignore").decode()  # lone surrogates are no text
+    text = text.encode(errors="ignore").decode()  # without lone surrogates, which are not text
     assert default[0](text) == default[1](text)
 
 
@@ -151,7 +151,7 @@ def byte_level(size: int, special=()) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def ranks() -> dict[bytes, int]:
-    """Of 700 entries, bytes first; their own vocabularies need the network."""
+    """700 entries, bytes first; the vocabularies of tiktoken need the network."""
     kept = [*range(33, 127), *range(161, 173), *range(174, 256)]
     byte_of = {chr(b): b for b in kept} | {
         chr(256 + n): b for n, b in enumerate(b for b in range(256) if b not in kept)
@@ -162,13 +162,13 @@ def ranks() -> dict[bytes, int]:
 
 @pytest.fixture
 def encoding(request, ranks, monkeypatch):
-    """tiktoken's encoding of a name: its pattern and special entries, ids up to where they are, and a small vocabulary."""
+    """A tiktoken encoding with its own pattern and special entries, but a small vocabulary."""
     for loader in ("load_tiktoken_bpe", "data_gym_to_mergeable_bpe_ranks"):
         monkeypatch.setattr(public, loader, lambda *_, **__: ranks)
     described = public.ENCODING_CONSTRUCTORS[request.param]()
     described.pop("explicit_n_vocab", None)
     first = min(described["special_tokens"].values())
-    # p50k_base has entries behind its special one: runs of spaces
+    # p50k_base has entries, runs of spaces, whose ids follow its special one
     described["mergeable_ranks"] = ranks | {b" " * n: first + n for n in range(2, 9) if "p50k_base" in request.param}
     made = tiktoken.Encoding(**described)
     monkeypatch.setattr(tiktoken, "get_encoding", {request.param: made}.__getitem__)
@@ -185,7 +185,7 @@ def test_tiktokens_encodings_come_through(encoding, tmp_path):
     assert ids.keys() - {None} == set(special.values()) and theirs.eos_token == "<|endoftext|>"
 
 
-CACHED = {  # as tiktoken names the files in its cache, by the checksum of their address
+CACHED = {  # tiktoken names the files in its cache by the SHA-1 of their address
     "r50k_base": "0ea1e91bbb3a60f729a8dc8f777fd2fc07cd8df4", "p50k_base": "ec7223a39ce59f226a68acc30dc1af2788490e15",
 }  # fmt: skip
 
@@ -199,7 +199,7 @@ def published(tmp_path_factory) -> Path:
         for name in archive.namelist():
             if name.startswith("litellm/litellm_core_utils/tokenizers/"):
                 (folder / Path(name).name).write_bytes(archive.read(name))
-    # p50k_base is r50k_base and runs of spaces; tiktoken compares the checksum
+    # p50k_base is r50k_base plus runs of spaces; tiktoken verifies the checksum
     lines = (folder / CACHED["p50k_base"]).read_bytes().splitlines(keepends=True)
     (folder / CACHED["r50k_base"]).write_bytes(b"".join(lines[:50_256]))
     return folder
@@ -208,22 +208,22 @@ def published(tmp_path_factory) -> Path:
 @pytest.mark.soak
 @pytest.mark.parametrize("name", [name for name in public.ENCODING_CONSTRUCTORS if name != "gpt2"])
 def test_tiktokens_encodings_come_through_with_their_own_vocabularies(name, published, tmp_path, monkeypatch):
-    """But gpt2's, whose files no package was found to ship: its entries are r50k_base's."""
+    """All but gpt2's, whose files no known package ships; it has the same entries as r50k_base."""
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(published))
     original = tiktoken.get_encoding(name)
     tokenizer = came_through(name, tmp_path, original.encode_ordinary, adds_bos=False).load_tokenizer()
     assert (tokenizer.eos_id, tokenizer.vocab_size) == (original.eot_token, original.n_vocab)
 
 
-def test_an_encoding_comes_from_no_common_folder(tmp_path, monkeypatch):
-    """tiktoken keeps them in the temporary folder of all, and would wait for a pipe there."""
+def test_an_encoding_is_not_read_from_a_shared_folder(tmp_path, monkeypatch):
+    """tiktoken keeps them in the temporary folder that all users share, where a pipe would make it wait for ever."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "common"))
     (tmp_path / "common" / "data-gym-cache").mkdir(parents=True)
     for place in CACHED.values():
         os.mkfifo(tmp_path / "common" / "data-gym-cache" / place)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("DATA_GYM_CACHE_DIR", raising=False)
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", "")  # so that it is as before when the test ends
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", "")  # so that monkeypatch restores it when the test ends
     monkeypatch.delenv("TIKTOKEN_CACHE_DIR")
     monkeypatch.setattr("tiktoken.load.read_file", Mock(side_effect=OSError("no network")))
     with pytest.raises(UserError, match="no network"):
@@ -238,8 +238,8 @@ def test_a_published_tokenizer_json_comes_through(published, tmp_path):
     came_through(tmp_path, tmp_path / "made", lambda text: original.encode(text).ids, decodes=False, adds_bos=False)
 
 
-def test_the_ends_of_lines_and_possessive_repeats_of_rust(tmp_path, monkeypatch, ranks):
-    """To the regular expressions of tokenizer.json "$" ends a line, and "{1,3}+" repeats."""
+def test_patterns_with_line_ends_and_possessive_repeats_come_through(tmp_path, monkeypatch, ranks):
+    """In the regular expressions of tokenizer.json, unlike tiktoken's, "$" matches at any line end and "{1,3}+" repeats."""
     pattern = r"\p{N}{1,3}+|[a-z]{2,3}+(?!x)|\s++$|\s+(?!\S)|.|\n"
     special = {"<|endoftext|>": 700, "<|x|>": 900}
     made = tiktoken.Encoding("mine", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
@@ -257,11 +257,11 @@ def test_a_conversion_that_gives_other_ids_is_refused(tmp_path, monkeypatch, ran
         return tokenize(str(tmp_path / "in.txt"), tmp_path / "out", tokenizer="gpt2")
 
     with pytest.raises(UserError, match="^tokenizer 'gpt2': as tokenizer.json it would encode .* differently$"):
-        load(r"[a-z]+|\s")  # leaves out all else
+        load(r"[a-z]+|\s")  # drops everything else
     with pytest.raises(UserError, match="^tokenizer 'gpt2': "):
         load(r"\S+|\s", th=ranks[b"th"] - 1)  # two entries of one id
     monkeypatch.setattr("pc_recipe.data.tokenizer_formats.combine", lambda entries: iter(()))
-    with pytest.raises(UserError, match="would encode 'Größe' differently"):  # in the user's own first texts
+    with pytest.raises(UserError, match="would encode 'Größe' differently"):  # found in the user's own first texts
         load(r"[a-z]+|\s")
     assert not (tmp_path / "out").exists()
 
@@ -273,7 +273,7 @@ CHINESE = "[一-龥\u3040-ゟ゠-ヿ]+"
 
 
 def in_bytes(*before, special=("<s>", "</s>"), normalizer=None, split=False, **more) -> Tokenizer:
-    """Byte-level BPE behind other rules."""
+    """Byte-level BPE with other pre-tokenizers or a normaliser before it."""
     model = byte_level(700, special)
     model.pre_tokenizer = pre_tokenizers.Sequence([*before, pre_tokenizers.ByteLevel(False, use_regex=not before)])
     if normalizer:
@@ -296,7 +296,7 @@ def like_sentencepiece(prepend: bool) -> Tokenizer:
     special = ["<unk>", *ends]
     model.train_from_iterator(lines, trainers.BpeTrainer(vocab_size=800, special_tokens=[*special, *bytes_]))
     state = json.loads(model.to_str())
-    state["added_tokens"] = state["added_tokens"][:3]  # the bytes are entries of the model
+    state["added_tokens"] = state["added_tokens"][:3]  # the bytes are ordinary entries of the model
     model = Tokenizer.from_str(json.dumps(state))
     parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     model.decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)] if prepend else parts)
@@ -305,7 +305,7 @@ def like_sentencepiece(prepend: bool) -> Tokenizer:
 
 def gpt_neox() -> Tokenizer:
     model = in_bytes(special=("<|endoftext|>",), normalizer=normalizers.NFC())
-    model.add_tokens([AddedToken(" " * n, normalized=True) for n in range(24, 1, -1)])  # that are not special
+    model.add_tokens([AddedToken(" " * n, normalized=True) for n in range(24, 1, -1)])  # not special
     model.post_processor = processors.ByteLevel()
     return model
 
@@ -385,7 +385,7 @@ def test_a_tokenizer_json_comes_through(family, tmp_path):
     model = make()
     model.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(names | {"tokenizer_class": "LlamaTokenizer"}))
-    # text alone, by the library itself
+    # the library itself encodes plain text
     model.no_padding()
     model.no_truncation()
     model.encode_special_tokens = True
@@ -410,7 +410,7 @@ def changed(folder: Path, state: dict, names: dict) -> Path:
 def test_an_end_of_text_that_is_not_special_is_text_where_a_text_spells_it(tmp_path):
     model = byte_level(300)
     model.add_tokens([AddedToken("</s>"), AddedToken("<s>", lstrip=True)])
-    assert 300 in model.encode("a </s> b").ids  # control: as it was given
+    assert 300 in model.encode("a </s> b").ids  # control: with the tokenizer as it was given
     tokenizer = load_tokenizer(changed(tmp_path / "t", json.loads(model.to_str()), ENDS))
     assert not {300, 301} & set(tokenizer.encode("a </s> b <s>")) and (tokenizer.bos_id, tokenizer.eos_id) == (301, 300)
     tokenizer.save(tmp_path / "export")
@@ -446,7 +446,7 @@ PANICS = {
 
 
 @pytest.mark.parametrize("what", PANICS)
-def test_where_the_library_panics_there_is_a_line(what, tmp_path):
+def test_a_panic_of_the_library_is_a_one_line_error(what, tmp_path):
     model = byte_level(300)
     model.add_special_tokens(["</s>", "<s>"])
     settings, text = PANICS[what]
@@ -460,7 +460,7 @@ def test_where_the_library_panics_there_is_a_line(what, tmp_path):
 
 @pytest.fixture
 def older(shards, tmp_path):
-    """Of the default tokenizer, as an older version left it."""
+    """A data folder of the default tokenizer, as an older version wrote it."""
     folder = shutil.copytree(shards.folder, tmp_path / "older")
     return make_format_1(folder, {"tokenizer.model": _mistral_model().read_bytes()}, "sentencepiece")
 
@@ -475,7 +475,7 @@ def test_an_older_folder_has_the_same_tokenizer(older, shards, parquet_folder):
     lost.unlink()
     assert tokenize(str(parquet_folder), older, validation_fraction=0.2) == manifest
     now = json.loads((older / "manifest.json").read_text())
-    assert now.pop("content_sha256") == manifest.content_sha256  # which format 1 did not have
+    assert now.pop("content_sha256") == manifest.content_sha256  # format 1 did not have it
     assert lost.read_bytes() == whole and now == content
 
 
@@ -485,6 +485,6 @@ def test_an_older_folder_whose_tokenizer_was_exchanged_or_cannot_be_converted(ol
         Manifest.read(older).load_tokenizer()
     make_format_1(older, {"tokenizer.model": train(model_type="unigram")}, "sentencepiece")
     manifest = Manifest.read(older)
-    require_same_tokenizer(manifest, Manifest.read(older))  # it is trained on
+    require_same_tokenizer(manifest, Manifest.read(older))  # training on it goes on
     with pytest.raises(UserError, match="is not of type BPE"):
         manifest.load_tokenizer()

@@ -1,4 +1,4 @@
-"""A newly trained tokenizer, and what is none: clear errors. `test_tokenizer_formats` has the ids of each kind."""
+"""A newly trained tokenizer, and errors for what is not a tokenizer. `test_tokenizer_formats` tests the ids of each kind."""
 
 import json
 from pathlib import Path
@@ -25,7 +25,7 @@ def hugging_face_folder(source, tmp_path_factory):
     return folder
 
 
-def test_no_text_and_a_file_in_the_way_are_said(source, tmp_path):
+def test_no_text_and_a_file_in_the_way_are_reported(source, tmp_path):
     (tmp_path / "empty.txt").touch()
     with pytest.raises(UserError, match="empty.txt: there is no text in it"):
         train_tokenizer([str(tmp_path / "empty.txt")], tmp_path / "made", 300, 1)
@@ -71,8 +71,8 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("what", MISTAKES)
-def test_what_is_no_tokenizer_gets_a_line(what, hugging_face_folder, tmp_path, monkeypatch):
-    """{what is given: (its files; None: a whole tokenizer.json, the sentence)}"""
+def test_what_is_not_a_tokenizer_is_refused_in_one_line(what, hugging_face_folder, tmp_path, monkeypatch):
+    """MISTAKES: {what is given: (its files, where None stands for a whole file; the message)}"""
     monkeypatch.chdir(tmp_path)
     files, sentence = MISTAKES[what]
     for name, content in files.items():

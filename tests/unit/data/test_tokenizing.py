@@ -1,4 +1,4 @@
-"""From files to shards: every document with its ids, any division of the work, repeats, and faults of input and disk."""
+"""From files to shards: the ids of every document, any division of the work, repeats, and faults of input and disk."""
 
 import json
 import os
@@ -55,7 +55,7 @@ def test_odd_documents_come_back(documents, tmp_path_factory, write_parquet):
     tokenizer = load_tokenizer("mistral-common")
     documents = ["one with text", *documents]
     file = write_parquet(folder / "in.parquet", documents)
-    with patch.object(tokenizing, "load_tokenizer", lambda reference: tokenizer):  # takes 0.3 s each time
+    with patch.object(tokenizing, "load_tokenizer", lambda reference: tokenizer):  # loading takes 0.3 s each time
         manifest = tokenize(str(file), folder / "out", validation_fraction=0.3)
     texts = split_by_hash([decoded(d) if isinstance(d, bytes) else d for d in documents if d], 0.3)
     assert stored_documents(manifest) == {
@@ -80,7 +80,7 @@ def test_however_files_are_divided_each_text_is_read_once(monkeypatch, tmp_path,
     monkeypatch.setattr(fsspec, "filesystem", {"hf": hub}.get)
     texts = [*make_texts(40, seed=1), None, "", "two\nlines", "x" * 2000, *make_texts(10, seed=2)]
     file = write_parquet(tmp_path / "a.parquet", texts, row_group_size=9)
-    files = [*find_files([str(file)], Counter()), f"hf://{file}"]  # an address is read like a path
+    files = [*find_files([str(file)], Counter()), f"hf://{file}"]  # a Hub address is read like a path
     measured = measure_files(files, "text")
     assert measured[0].groups == measured[1].groups and len(measured[0].groups) == 6
     for unit_bytes in (1, 1500, 10**9):
@@ -94,7 +94,7 @@ def test_the_first_documents_only(tmp_path, make_texts, write_parquet):
     texts = make_texts(50, seed=1)
     write_parquet(tmp_path / "a.parquet", texts, row_group_size=9)
     write_parquet(tmp_path / "b.parquet", ["never"])
-    for _ in range(2):  # repeated, it finds the same job
+    for _ in range(2):  # the repeat finds the same job
         manifest = tokenize(str(tmp_path), tmp_path / "out", validation_fraction=0, max_documents=20, processes=2)
         tokenizer = load_tokenizer("mistral-common")
         assert [tokenizer.decode(ids[1:-1]) for ids in stored_documents(manifest)["train"]] == [
@@ -120,9 +120,9 @@ def test_repeat_makes_only_what_is_missing(parquet_folder, tmp_path, monkeypatch
     (tmp_path / manifest.shards["train"][2].tokens_file).unlink()  # lost
     shortened = tmp_path / manifest.shards["train"][3].tokens_file
     shortened.write_bytes(shortened.read_bytes()[:-5])  # cut off
-    (tmp_path / "units" / "00004.json").write_text("{")  # half written by something else
+    (tmp_path / "units" / "00004.json").write_text("{")  # half written by another program
     left = tmp_path / "train" / ".00002.tokens.npy.left"
-    left.write_bytes(b"half")  # of a process that was killed two hours ago
+    left.write_bytes(b"half")  # left by a process that was killed two hours ago
     os.utime(left, (time.time() - 7200,) * 2)
     (tmp_path / "manifest.json").unlink()
     done = []
@@ -134,7 +134,7 @@ def test_repeat_makes_only_what_is_missing(parquet_folder, tmp_path, monkeypatch
 
 
 def test_two_processes_may_do_the_same_work(parquet_folder, tmp_path, monkeypatch):
-    """As by `srun` without --part; the other writes each shard while this one's is about to get its name."""
+    """As with `srun` without --part; the other process writes each shard just before this one renames its own."""
     real = os.replace
 
     def other_first(one, to):
@@ -201,8 +201,8 @@ def test_mistakes_in_parquet(tmp_path, write_parquet, make_texts):
         tokenize(str(file), tmp_path / "other")
 
 
-def test_a_small_file_of_much_text_does_not_take_the_memory(tmp_path, monkeypatch):
-    """A dictionary of one long text, two hundred times."""
+def test_a_small_file_of_much_text_does_not_fill_the_memory(tmp_path, monkeypatch):
+    """A parquet dictionary column with one long text two hundred times."""
     text, file = "a long text " * 5_000, tmp_path / "bomb.parquet"  # 60 KB
     pq.write_table(pa.table({"text": pa.array([text] * 200).dictionary_encode()}), file, store_schema=False)
 
@@ -213,7 +213,7 @@ def test_a_small_file_of_much_text_does_not_take_the_memory(tmp_path, monkeypatc
             manifest = tokenize(str(file), tmp_path / name, shard_megabytes=1)
         finally:
             pa.set_memory_pool(before)
-        # 2.4 MB of text each, all that a process holds at a time; equal texts are in one split
+        # 2.4 MB of text in each shard, all that a process holds at a time; equal texts are in the same split
         assert [shard.documents for split in SPLITS for shard in manifest.shards[split]] == [40] * 5
         return pool.max_memory()
 
@@ -253,7 +253,7 @@ def test_mistakes_in_the_command(source, subset, message, tmp_path, monkeypatch,
 def test_disk_full_in_the_middle(parquet_folder, tmp_path, monkeypatch):
     real, (soft, hard) = tokenizing.tokenize_unit, resource.getrlimit(resource.RLIMIT_FSIZE)
 
-    def limited(*arguments):  # the operating system refuses the write, as on a full disk; the job is still written
+    def limited(*arguments):  # the system refuses the write, as on a full disk, but not that of the job
         resource.setrlimit(resource.RLIMIT_FSIZE, (4000, hard))
         try:
             real(*arguments)
@@ -280,7 +280,7 @@ def test_killed_process_is_reported_instead_of_waited_for(parquet_folder, tmp_pa
 
 
 def test_hub_subset_gives_its_files(tmp_path, monkeypatch, write_parquet):
-    # A folder laid out like a dataset repository on the Hub, in its place.
+    # A folder that stands for a dataset repository on the Hub.
     monkeypatch.setattr(sources, "HUB", str(tmp_path))
     for name in ("sample/10BT/000.parquet", "sample/10BT/001.parquet", "data/CC-MAIN-2023-50/000.parquet"):
         write_parquet(tmp_path / name, ["x"])
@@ -339,8 +339,8 @@ def test_a_download_that_goes_wrong_is_explained(returncode, name, message, tmp_
         wheel.download_wheel("x==1", demo.WHEEL_SHA256, tmp_path)
 
 
-def test_the_job_of_someone_else_names_files_of_the_input_alone(tmp_path):
-    """In a folder that was not finished, its list of files could be of anything that the reader may read."""
+def test_a_job_of_someone_else_may_name_only_files_of_the_input(tmp_path):
+    """The list of files in an unfinished folder of someone else could name anything that the reader may read."""
     (tmp_path / "in").mkdir()
     for name in ("in/a.txt", "in/b.txt", "mine.txt"):
         (tmp_path / name).write_text(name)
@@ -359,7 +359,7 @@ def test_the_job_of_someone_else_names_files_of_the_input_alone(tmp_path):
 
 
 def test_a_job_that_is_ended_leaves_no_process(tmp_path, make_texts):
-    """By SIGTERM, which reaches the command alone; the units under way would take minutes."""
+    """SIGTERM reaches only the command; its processes would work for minutes."""
     line = json.dumps({"text": " ".join(make_texts(400, seed=1))}) + "\n"
     for i in range(2):
         (tmp_path / f"{i}.jsonl").write_text(line * (60_000_000 // len(line)))
@@ -368,7 +368,7 @@ def test_a_job_that_is_ended_leaves_no_process(tmp_path, make_texts):
     said = tmp_path / "said"
     with said.open("w") as stderr, subprocess.Popen(script, cwd=ROOT, stderr=stderr) as process:
         command = psutil.Process(process.pid)
-        while len(workers := command.children(recursive=True)) < 4:  # with the fork server and its tracker
+        while len(workers := command.children(recursive=True)) < 4:  # two workers, the fork server and its tracker
             assert process.poll() is None
             time.sleep(0.1)
         process.terminate()

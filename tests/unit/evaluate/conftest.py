@@ -1,4 +1,4 @@
-"""Fixtures of the tests of scoring and export; tests must not change them."""
+"""Fixtures for the tests of scoring and export; tests must not change them."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ def data_folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def pc_run(tmp_path_factory, data_folder) -> MadeRun:
-    """Level 4."""
+    """With PC, level 4."""
     return make_run(tmp_path_factory.mktemp("runs") / "pc", data_folder, PCConfig(level=4))
 
 

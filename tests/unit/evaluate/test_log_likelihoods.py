@@ -12,7 +12,7 @@ from pc_recipe.evaluate import hugging_face, tasks
 from pc_recipe.evaluate.generate import continue_text
 from pc_recipe.evaluate.log_likelihoods import LogLikelihoods
 
-# Batches of other sizes sum in another order; a log-likelihood sums the errors of its tokens, which have both signs.
+# Batches of other sizes sum in another order; in a log-likelihood, which is a sum over tokens, errors partly cancel.
 RELATIVE = 1e-5
 
 
@@ -48,7 +48,7 @@ def test_answers_of_the_nine_tasks(ours, theirs, plain_run, evaluation_data):
 
 
 @pytest.mark.parametrize("context", ["", "a context"])
-def test_of_a_too_long_answer_the_end_is_scored(ours, pc_run, context, caplog):
+def test_only_the_end_of_a_too_long_answer_is_scored(ours, pc_run, context, caplog):
     """lm-eval's own class fails; here the last 256 tokens count, each given those of the last 257 that precede it."""
     texts = [" word" * words + " and an end" for words in (10, 300, 400)]
     asked = [(context, text) for text in texts] + [(" word" * 300, " an end")]
@@ -56,12 +56,12 @@ def test_of_a_too_long_answer_the_end_is_scored(ours, pc_run, context, caplog):
     assert "3 questions with answers exceed the model's maximum of 256 tokens: it sees only their ends" in caplog.text
     ids = torch.tensor([ours.tok_encode(context + texts[2])[-257:]])
     with torch.no_grad():
-        log_p = pc_run.model(ids[:, :-1]).float().log_softmax(-1)  # the trainer's
+        log_p = pc_run.model(ids[:, :-1]).float().log_softmax(-1)  # the trainer's model
     assert found[2][0] == pytest.approx(log_p.gather(2, ids[:, 1:, None]).sum().item(), rel=RELATIVE)
 
 
 def test_a_tokenizer_that_ends_each_text_does_not_end_a_context(ours, theirs, pc_export):
-    """As T5's; the answer would follow an end of text."""
+    """As T5's does; the answer would then follow an end of text."""
     tokenizer = AutoTokenizer.from_pretrained(pc_export)
     ends = processors.TemplateProcessing("<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)])
     tokenizer.backend_tokenizer.post_processor = ends

@@ -1,4 +1,4 @@
-"""An export's README.md says what the model is and how it was made, with the header of the Hub."""
+"""An export's README.md says what the model is and how it was made, with the metadata header of the Hub."""
 
 import json
 import re
@@ -54,7 +54,7 @@ def test_the_card_of_a_run(run, tmp_path):
 
 
 def test_the_base_is_what_the_run_began_with(run, tmp_path):
-    """A resume does not load what `initial_load_path` names; its config.toml may say so all the same."""
+    """A resume ignores `initial_load_path`, but its config.toml may still name one."""
     config = tmp_path / "run" / "config.toml"
     began = config.read_text()
     for first, said in (
@@ -90,19 +90,19 @@ def test_the_card_names_all_data_of_a_mixture(run, tmp_path, data_folder):
         ("8/3 dim", "8/3 dim"), ("~8 tokens, as https://a.b/c", "~8 tokens, as https://a.b/c"), ({"/home/me/x": ["/home/me/y", 1.5, None]}, {"x": ["y", 1.5, None]}),
     ],
 )  # fmt: skip
-def test_of_a_local_path_the_last_part_stays(text, shown):
+def test_only_the_last_part_of_a_local_path_stays(text, shown):
     assert without_folders(text) == shown
 
 
 def test_an_export_does_not_say_where_it_was_made(run, tmp_path):
-    """Folders of the run, of its data and of their tokenizer, in any file."""
+    """No file names the folder of the run, of its data or of their tokenizer."""
     config = tmp_path / "run" / "config.toml"
     assert str(tmp_path.parent.parent) in config.read_text()
     out = hugging_face.export(run, tmp_path / "out")
     assert [file.name for file in out.iterdir() if str(tmp_path.parent.parent).encode() in file.read_bytes()] == []
 
 
-def test_what_others_wrote_has_no_meaning_in_a_card(tmp_path, data_folder):
+def test_a_card_shows_markup_of_others_as_text(tmp_path, data_folder):
     blocks = ("*feed_forward.w[<img src=x>1]",)
     run = make_run(tmp_path / "run", data_folder, PCConfig(level=4, blocks=blocks)).checkpoint
     hostile = "\n# Official\n<img src=x onerror=1>\n[free](http://a.b) `x` | y\n```\n---"

@@ -1,4 +1,4 @@
-"""Weights belong to a tokenizer: at a start, in an export, in a score another one is refused with both names."""
+"""Weights belong to a tokenizer: a start, an export and a score refuse another one and name both."""
 
 import json
 import shutil
@@ -28,7 +28,7 @@ OTHER = r"belongs to tokenizer '.*one' \([0-9a-f]{12}\), .* tokenizer '.*two' \(
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> dict[str, Manifest]:
-    """The same text by two tokenizers of as many entries."""
+    """The same text, tokenised by two tokenizers with equally many entries."""
     folder = tmp_path_factory.mktemp("data")
     (folder / "in.txt").write_text("The river carries water to the sea. " * 100)
     made = {name: make_tokenizer(folder / name, reverse=name == "two") for name in ("one", "two")}
@@ -40,12 +40,12 @@ def data(tmp_path_factory) -> dict[str, Manifest]:
 
 @pytest.fixture
 def run(data, tmp_path):
-    """A run on the first, as the trainer leaves it, and its checkpoint."""
+    """The checkpoint of a run on the first, as the trainer leaves it."""
     return as_trained(tmp_path / "run", data["one"])
 
 
 def as_trained(folder: Path, manifest: Manifest, *, names: bool = True) -> Path:
-    """names: what a checkpoint of this version has."""
+    """Make a run; returns its checkpoint. names: with the tokenizer, as this version writes it."""
     checkpoint = make_run(folder, manifest.folder, None, "tiny", vocab_size=SIZE).checkpoint
     environment = {"world_size": 1, "commit": None, "data": {"content of data.path": manifest.identity}}
     (folder / "environment.json").write_text(json.dumps(environment))
@@ -60,7 +60,7 @@ def as_trained(folder: Path, manifest: Manifest, *, names: bool = True) -> Path:
 
 
 def replace(data: dict[str, Manifest], where: Path) -> Manifest:
-    """Make the folder anew with the other tokenizer."""
+    """Overwrite the data folder with that of the other tokenizer."""
     shutil.copytree(data["two"].folder, where, dirs_exist_ok=True)
     return Manifest.read(where)
 
@@ -71,7 +71,7 @@ def test_a_run_keeps_its_tokenizer_whatever_becomes_of_its_data(run, data, tmp_p
         config = (run.parents[1] / "config.toml").read_text().replace(str(data["one"].folder), str(place))
         (run.parents[1] / "config.toml").write_text(config)
     replace(data, folder)
-    names = run_tokenizer.describe(data["one"]) | {"name": "one"}  # without the folder that it was in
+    names = run_tokenizer.describe(data["one"]) | {"name": "one"}  # without its folder
     out = hugging_face.export(run, tmp_path / "out")
     assert (out / "tokenizer.json").read_bytes() == (data["one"].folder / "tokenizer/tokenizer.json").read_bytes()
     assert json.loads((out / "config.json").read_text())["tokenizer"] == names
@@ -110,7 +110,7 @@ def test_a_start_from_weights_of_another_tokenizer_is_refused(run, data, tmp_pat
         require_for_start(start, data["one"])
         with pytest.raises(UserError, match=OTHER):
             require_for_start(start, data["two"])
-    data["two"].load_tokenizer().save(export)  # its weights still belong to the first
+    data["two"].load_tokenizer().save(export)  # the weights still belong to the first
     with pytest.raises(UserError, match=OTHER):
         require_for_start(export, data["two"])
     with pytest.raises(UserError, match="out belongs to tokenizer '.*one' .*, its folder now has tokenizer '.*out'"):
@@ -157,14 +157,14 @@ def test_a_run_on_data_with_a_damaged_tokenizer_says_what_an_export_will_miss(da
 
 
 @pytest.mark.parametrize("config", ["[]", "{", '{"tokenizer": "mine"}', '{"tokenizer": {"name": "x"}}'])
-def test_a_config_that_names_no_tokenizer_is_passed_over(config, data, tmp_path):
+def test_a_config_that_names_no_tokenizer_is_ignored(config, data, tmp_path):
     make_tokenizer(tmp_path / "llama")
     (tmp_path / "llama" / "config.json").write_text(config)
     require_for_start(tmp_path / "llama", data["one"])
 
 
 def test_weights_with_both_forms_of_a_tokenizer_belong_to_either(tmp_path):
-    """As Llama 2's folders have them, whose forms differ in runs of spaces."""
+    """As in Llama 2's folders, whose two forms differ in runs of spaces."""
     (tmp_path / "in.txt").write_text("The river.")
     folder = make_tokenizer(tmp_path / "llama")
     shutil.copy(_mistral_model(), folder / "tokenizer.model")

@@ -46,7 +46,7 @@ def test_finished_tasks_are_not_repeated(pc_export, plain_run, evaluation_data, 
     assert list(before) == ["piqa"]
     for _ in range(2):
         run([str(pc_export), f"plain={plain_run.checkpoint}"], tmp_path, evaluation_data)
-        assert loads == ["pc", "pc", "step-7"]  # again for arc_easy; not for the third call
+        assert loads == ["pc", "pc", "step-7"]  # "pc" is loaded again for arc_easy, but not in the third call
     assert read(tmp_path / "pc.json")["tasks"]["piqa"] == before["piqa"]
 
 
@@ -67,14 +67,14 @@ def test_a_folder_whose_tokenizer_was_changed_is_scored_anew(name, tmp_path):
     known = set()
     for content in ("one", "two"):
         (tmp_path / name).write_text(content)
-        for said in ("scored", "praised"):  # in what has no effect
+        for said in ("scored", "praised"):  # the README has no effect
             (tmp_path / "README.md").write_text(said)
             known.add(score._sha256_of_model(tmp_path))
     assert len(known) == 2
 
 
-def test_nothing_is_read_of_a_folder_with_a_pipe(pc_export, evaluation_data, tmp_path):
-    """Its checksum would never end."""
+def test_nothing_is_read_from_a_folder_with_a_pipe(pc_export, evaluation_data, tmp_path):
+    """Hashing the pipe would never end."""
     model = shutil.copytree(pc_export, tmp_path / "model")
     os.mkfifo(model / "vocab.txt")
     with pytest.raises(UserError, match=r"vocab\.txt is a pipe"):
@@ -82,7 +82,7 @@ def test_nothing_is_read_of_a_folder_with_a_pipe(pc_export, evaluation_data, tmp
 
 
 def test_a_checkpoint_is_known_by_its_checksums(plain_run, evaluation_data, tmp_path, monkeypatch):
-    """Its files, optimizer included, may be 14 GiB, and loading verifies them anyway."""
+    """Its files are not hashed: they may have 14 GiB, and loading verifies them anyway."""
     hashed = []
     real = score.sha256_of
     monkeypatch.setattr(score, "sha256_of", lambda path: hashed.append(Path(path).name) or real(path))
@@ -91,7 +91,7 @@ def test_a_checkpoint_is_known_by_its_checksums(plain_run, evaluation_data, tmp_
     assert any(plain_run.checkpoint.glob("*.distcp"))
 
 
-def test_a_limit_is_kept_apart_and_marked(pc_export, evaluation_data, tmp_path):
+def test_results_with_a_limit_are_kept_apart_and_marked(pc_export, evaluation_data, tmp_path):
     path, table = run([str(pc_export)], tmp_path, evaluation_data, limit=1, names=["piqa", "piqa"])
     assert path.name == "pc.limit-1.json"
     found = read(path)["tasks"]["piqa"]

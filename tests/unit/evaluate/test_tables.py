@@ -1,4 +1,4 @@
-"""Averages, errors, marks: against numbers computed by hand."""
+"""Averages, errors and marks against numbers computed by hand."""
 
 import csv
 
@@ -47,8 +47,8 @@ def test_partial_results_say_so(tmp_path):
 
 
 def test_bold_is_a_lead_beyond_a_paired_standard_error(tmp_path):
-    """Ahead by 2 of 20 items: where one model is right wherever the other is, that is more than the error of the difference,
-    0.069; with 4 items won and 2 lost it is less, 0.124."""
+    """A lead of 2 of 20 items, 0.1, exceeds the error of the difference, 0.069, if one model is right wherever the other is;
+    with 4 items won and 2 lost it does not: the error is 0.124."""
 
     def of(name, hits):
         task = {"acc": hits.count("1") / 20, "acc_stderr": 0.1, "items": 20, "acc_of_items": hits}

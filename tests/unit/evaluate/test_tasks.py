@@ -14,13 +14,13 @@ def test_nine_zero_shot_tasks_on_local_documents(evaluation_data, monkeypatch, t
     asked = []
 
     def refuse(*address, **__):
-        asked.append(address)  # a library may go on without an answer
+        asked.append(address)  # a library may continue without an answer
         raise OSError("there is no network")
 
     monkeypatch.setattr(socket.socket, "connect", refuse)
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
     request.addfinalizer(lambda: asked and pytest.fail(f"asked the network: {asked}"))
-    monkeypatch.chdir(tmp_path)  # where names of data sets and modules are other files
+    monkeypatch.chdir(tmp_path)  # a folder in which names of data sets and modules are other files
     for name in ("json", "lm_eval", "datasets", "Rowan/hellaswag", "utils"):
         (tmp_path / name).mkdir(parents=True)
         for file in ("__init__.py", f"{Path(name).name}.py", "utils.py", "data.jsonl"):

@@ -1,4 +1,4 @@
-"""A folder of weights is one model: what transformers reads, or a line that names the tensor or the file."""
+"""A folder of weights is read as transformers reads it, or refused in a line that names the tensor or the file."""
 
 import json
 import shutil
@@ -22,7 +22,7 @@ NORM, FREQUENCIES = "model.norm.weight", "model.layers.{}.self_attn.rotary_emb.i
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> dict[str, Path]:
-    """One model in a single file, and in five; an older one in a single file, and in five."""
+    """One model in a single file and in five, and an older one in a single file and in five."""
     folder = tmp_path_factory.mktemp("saved")
     for name, seed, size in (("one", 0, "1GB"), ("five", 0, "40KB"), ("old", 1, "1GB"), ("old-five", 1, "40KB")):
         make_llama(folder / name, seed, max_shard_size=size)
@@ -65,7 +65,7 @@ TAKEN = {
 
 
 @pytest.mark.parametrize("what", TAKEN)
-def test_what_is_one_model_is_taken(what, saved, tmp_path):
+def test_a_folder_of_one_model_is_read(what, saved, tmp_path):
     folder = shutil.copytree(saved[TAKEN[what][0]], tmp_path / "hf")
     TAKEN[what][1](folder)
     start(folder)
@@ -139,7 +139,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_is_not_one_model_is_refused_by_name(what, saved, tmp_path):
+def test_a_folder_that_is_not_one_model_is_refused_by_name(what, saved, tmp_path):
     make, spoil, message = REFUSED[what]
     folder = shutil.copytree(saved[make], tmp_path / "hf")
     spoil(folder, saved)

@@ -1,4 +1,4 @@
-"""Links and names in folders of others: nothing outside of the folder is changed or read."""
+"""Links and names in other people's folders: nothing outside the folder is changed or read."""
 
 import json
 import os
@@ -82,7 +82,7 @@ def test_checkpoints_may_be_on_another_disk(run, begin):
 
 @pytest.mark.parametrize("begin", [lock, join_lock])
 def test_checkpoints_of_another_run_are_not_used(run, begin):
-    """What expires would be deleted there."""
+    """Otherwise this run would delete old checkpoints there."""
     shutil.copytree(run, run.parent / "mine")
     (run.parent / "mine" / "config.toml").write_text("")
     (run / "checkpoint").rmdir()
@@ -92,7 +92,7 @@ def test_checkpoints_of_another_run_are_not_used(run, begin):
 
 
 def test_a_link_within_the_folder_may_stay(run):
-    """W&B makes `latest-run`."""
+    """Such as the link `latest-run` of W&B."""
     (run / "tb" / "wandb" / "run-1").mkdir(parents=True)
     (run / "tb" / "wandb" / "latest-run").symlink_to("run-1")
     lock(run).close()
@@ -108,7 +108,7 @@ def test_a_job_does_not_log_through_a_link(run):
 @pytest.mark.parametrize("kind", ["a link", "a pipe"])
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json", "generation_config.json"])
 def test_a_folder_of_weights_has_no_link_out_of_it_and_no_pipe(tmp_path, name, kind):
-    """Before anything in it is opened: reading a pipe never ends."""
+    """This is checked before anything in it is opened: reading a pipe never ends."""
     (tmp_path / "model").mkdir()
     if kind == "a pipe":
         os.mkfifo(tmp_path / "model" / name)
@@ -147,7 +147,7 @@ def test_a_checkpoint_is_not_read_through_a_link(run):
 
 @pytest.fixture
 def in_cache(tmp_path):
-    """As Hugging Face's cache keeps a folder: its files are links to blobs."""
+    """in_cache(folder): a copy as in Hugging Face's cache, whose files are links to blobs."""
 
     def move(folder):
         snapshot = tmp_path / "models--a--b" / "snapshots" / "1f0e"
@@ -196,7 +196,7 @@ def data(tmp_path, tiny_shards):
 
 
 @pytest.mark.parametrize("kind", ["..", "absolute", "a link", "a link of a folder", "no name"])
-def test_a_manifest_names_files_of_its_folder(data, kind):
+def test_a_manifest_may_name_only_files_of_its_folder(data, kind):
     mine, file = data.parent / "mine.npy", data / "train" / "00000.tokens.npy"
     names = {"..": "../mine.npy", "absolute": str(mine), "no name": "train/\0"}
     if kind == "a link":
@@ -230,7 +230,7 @@ def test_a_folder_of_documents_has_no_link_out_of_it(tmp_path, target, name):
 
 
 def test_the_card_of_a_folder_is_not_followed(monkeypatch, tmp_path):
-    """It could name any address."""
+    """The card could name any address."""
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "owner" / "name"
     folder.mkdir(parents=True)
@@ -242,7 +242,7 @@ def test_the_card_of_a_folder_is_not_followed(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("file", ["/etc/passwd.txt", "../secret.txt", "https://a.example/x.txt"])
-def test_the_card_of_a_dataset_names_files_of_the_hub(monkeypatch, file):
+def test_the_card_of_a_dataset_may_name_only_files_of_the_hub(monkeypatch, file):
     named = ["hf://datasets/owner/name@1/a.txt", file]
     builder = SimpleNamespace(config=SimpleNamespace(data_files={"train": named}))
     monkeypatch.setattr(datasets, "load_dataset_builder", lambda *_: builder)

@@ -1,4 +1,4 @@
-""" "Nothing" and "could not look" are two answers, and no module asks in another way."""
+""" "Nothing there" and "could not look" are different answers, and all modules ask through `look`."""
 
 import errno
 import os
@@ -11,7 +11,7 @@ from pc.errors import UserError
 from pc_recipe.files import look
 from pc_recipe.files.errors import ReadFailed
 
-ASKED = {  # function, what it says where there is nothing, what it asks the system
+ASKED = {  # function, its answer if there is nothing, its system call
     "is_there": (look.is_there, False, "stat"),
     "is_file": (look.is_file, False, "stat"),
     "is_folder": (look.is_folder, False, "stat"),
@@ -21,7 +21,7 @@ ASKED = {  # function, what it says where there is nothing, what it asks the sys
 
 
 def refuse(monkeypatch, call, number, times):
-    """Make `times` calls of a function of `os` fail; returns the list of those that are left."""
+    """Make the next `times` calls of a function of `os` fail; returns a list with an item for each that is left."""
     real, left = getattr(os, call), [number] * times
 
     def refused(path, *arguments, **options):
@@ -35,7 +35,7 @@ def refuse(monkeypatch, call, number, times):
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EACCES])
 @pytest.mark.parametrize("name", ASKED)
-def test_a_refusal_is_not_nothing(tmp_path, monkeypatch, name, number):
+def test_a_failed_look_does_not_mean_nothing_there(tmp_path, monkeypatch, name, number):
     ask, nothing, call = ASKED[name]
     assert ask(tmp_path / "none") == nothing
     monkeypatch.setattr(look, "PAUSES", (0.0, 0.0))
@@ -45,7 +45,7 @@ def test_a_refusal_is_not_nothing(tmp_path, monkeypatch, name, number):
     assert (raised.value.kind, raised.value.status) == ("failed", 1)
 
 
-def test_an_error_that_passes_is_none(tmp_path, monkeypatch):
+def test_an_error_that_passes_is_ignored(tmp_path, monkeypatch):
     monkeypatch.setattr(look, "PAUSES", (0.0, 0.0))
     (tmp_path / "file").write_text("text")
     for call in ("stat", "scandir"):
@@ -54,7 +54,7 @@ def test_an_error_that_passes_is_none(tmp_path, monkeypatch):
         assert not left
 
 
-def test_a_folder_below_that_cannot_be_listed_is_not_left_out(tmp_path, monkeypatch):
+def test_a_subfolder_that_cannot_be_listed_is_not_left_out(tmp_path, monkeypatch):
     (tmp_path / "a" / "b").mkdir(parents=True)
     real = os.scandir
 
@@ -69,7 +69,7 @@ def test_a_folder_below_that_cannot_be_listed_is_not_left_out(tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
-def test_what_is_no_file_is_not_read(tmp_path, make):
+def test_only_a_file_is_read(tmp_path, make):
     make(tmp_path / "it")
     with pytest.raises(UserError, match="it should be a file$"):
         look.read(tmp_path / "it")
@@ -87,8 +87,8 @@ ASKS = re.compile(
 )
 
 
-def test_no_other_module_asks():
-    """Python's own functions answer "nothing" to errors of the file system, from 3.14 on to all."""
+def test_no_other_module_asks_the_file_system():
+    """Python's own functions answer "nothing" to some errors of the file system, and from 3.14 on to all."""
     rooms = ROOT / "pc_recipe", ROOT / "scripts"
     found = {str(f.relative_to(room)) for room in rooms for f in room.rglob("*.py") if ASKS.search(f.read_text())}
     assert found == {"files/look.py", *ELSEWHERE}

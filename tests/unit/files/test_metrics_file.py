@@ -1,4 +1,4 @@
-"""metrics.jsonl of long and of damaged runs."""
+"""metrics.jsonl of long runs and of damaged ones."""
 
 import json
 
@@ -13,7 +13,7 @@ LINES = [{"step": step, "loss": 1 / step, "ä" * (step % 90): 0} for step in ran
 
 @pytest.fixture
 def run(tmp_path):
-    """Its file has a torn line after step 400, and at the end one that a crash cut short."""
+    """A run whose file has a torn line after step 400, and a last line that a crash cut short."""
     texts = [json.dumps(line, ensure_ascii=False) for line in LINES]
     texts.insert(400, '{"step": 401, "lo')
     texts.insert(700, "[]")
@@ -33,7 +33,7 @@ def test_from_the_end_the_lines_are_the_same(run, chunk, monkeypatch):
     assert list(json_lines.read_back(run / METRICS_FILE)) == LINES[::-1]
 
 
-def test_lines_after_the_checkpoint_count_no_more(run):
+def test_lines_after_the_resumed_checkpoint_do_not_count(run):
     json_lines.cut_torn_end(run / METRICS_FILE)
     for step in (1000, 600, 700, 0):
         note_start(run, step)
@@ -53,7 +53,7 @@ def test_a_line_that_the_trainer_did_not_write_is_left_out(tmp_path, line):
     assert read_log(tmp_path, newest=2).lines == [{"step": 1}, {"step": 2}]
 
 
-def test_of_the_newest_lines_only_the_end_is_read(run, monkeypatch):
+def test_only_the_end_of_the_file_is_read_for_the_newest_lines(run, monkeypatch):
     read = []
     real = json.loads
     monkeypatch.setattr(json_lines.json, "loads", lambda text: read.append(text) or real(text))
@@ -61,7 +61,7 @@ def test_of_the_newest_lines_only_the_end_is_read(run, monkeypatch):
     assert len(read) < 15
 
 
-def test_a_run_without_a_log_has_no_lines_but_is_not_compared(tmp_path):
+def test_a_run_without_a_log_has_no_lines_and_cannot_be_compared(tmp_path):
     assert read_log(tmp_path).lines == read_log(tmp_path, newest=3).lines == []
     assert find_last_step(tmp_path) == 0 and read_log(tmp_path).seconds().empty
     with pytest.raises(UserError, match="metrics.jsonl: no such file; give a run's folder"):

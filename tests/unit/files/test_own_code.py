@@ -1,4 +1,4 @@
-"""Code that lies in the folder where a command is given is not run."""
+"""Python files in the current folder are not run."""
 
 import os
 import subprocess
@@ -18,14 +18,14 @@ NAMES = [
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """The folder where a command is given, full of code."""
+    """A current folder full of code that must not run."""
     for name in NAMES:
         (tmp_path / "data" / name).mkdir(parents=True)
         for file in ("__init__.py", "__main__.py"):
             (tmp_path / "data" / name / file).write_text(CODE)
     monkeypatch.chdir(tmp_path / "data")
     monkeypatch.setenv("MARK", str(tmp_path / "mark"))
-    monkeypatch.setenv("PYTHONPATH", f":{ROOT}")  # an empty entry is the folder, too
+    monkeypatch.setenv("PYTHONPATH", f":{ROOT}")  # an empty entry stands for the current folder
     yield tmp_path / "data"
     assert not (tmp_path / "mark").exists(), (tmp_path / "mark").read_text()
 
@@ -49,15 +49,15 @@ def test_what_is_started_runs_this_code(what, folder):
     subprocess.run([sys.executable, *STARTS[what]], env=environment, check=True)
 
 
-def test_without_it_the_folder_comes_first(folder):
-    """A control: this test is of something."""
+def test_without_own_code_the_folder_comes_first(folder):
+    """Control: the code would run."""
     done = subprocess.run([sys.executable, "-m", "pip", "--version"], capture_output=True, text=True)
     assert "mine" in done.stdout
     os.unlink(os.environ["MARK"])
 
 
 @pytest.mark.parametrize("start", ["ranks", "job", "pip"])
-def test_commands_start_processes_so(start, folder, monkeypatch, tmp_path):
+def test_commands_start_processes_with_own_code(start, folder, monkeypatch, tmp_path):
     given = []
     if start == "ranks":
         given.append(launch.build_environment(1))
@@ -72,7 +72,7 @@ def test_commands_start_processes_so(start, folder, monkeypatch, tmp_path):
     assert [(one["PYTHONSAFEPATH"], one["PYTHONPATH"]) for one in given] == [("1", str(ROOT))]
 
 
-def test_the_processes_that_tokenise_are_started_so(folder, tmp_path):
+def test_processes_that_tokenise_are_started_with_own_code(folder, tmp_path):
     (tmp_path / "in").mkdir()
     for number in range(3):
         (tmp_path / "in" / f"{number}.jsonl").write_text('{"text": "some words"}\n' * 30000)
@@ -80,10 +80,10 @@ def test_the_processes_that_tokenise_are_started_so(folder, tmp_path):
     program, environment = str(ROOT / "scripts/tokenize_text.py"), os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, program, *words], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "out" / "units" / "00001.json").exists()  # with one there are no processes
+    assert (tmp_path / "out" / "units" / "00001.json").exists()  # with a single unit there would be no processes
 
 
-def test_figures_follow_no_settings_that_lie_there(folder):
+def test_figures_ignore_a_matplotlibrc_in_the_folder(folder):
     (folder / "matplotlibrc").write_text("text.usetex: True\nfigure.dpi: 7\n")
     program = (
         "import matplotlib, pc_recipe.files.plots; print(*map(matplotlib.rcParams.get, ['text.usetex', 'figure.dpi']));"
