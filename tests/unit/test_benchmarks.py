@@ -100,7 +100,7 @@ def test_all_rows_goes_on_where_it_stopped(step, monkeypatch, tmp_path, capsys):
 
 @pytest.mark.parametrize("gib, halved", [(78, {"pc", "stock", "muon", "dtype", "checkpointing"}), (139, set())])
 def test_large_rows_fit_the_memory(step, monkeypatch, tmp_path, gib, halved):
-    """By estimate, `pc` and `stock` need 82 GiB with whole micro-batches, `muon` 91."""
+    """The estimate for whole micro-batches is 82 GiB for `pc` and `stock`, and 91 for `muon`."""
     import all_rows
 
     rows = sys.modules["rows"].ROWS
@@ -128,7 +128,7 @@ def test_passes_beside_another_checkout_and_by_precision(step, monkeypatch, caps
     words = "--flavor tiny --precisions float32 --ranks 1 16 --against".split()
     alone, alone_now, many, many_now = table(products, *words, str(ROOT))
     assert alone_now[2:] == alone[2:] and many_now[2:] == many[2:]  # the same code
-    with pytest.raises(SystemExit):  # and not the one that is installed
+    with pytest.raises(SystemExit):  # it uses the given checkout, not the installed one
         table(products, *words, str(ROOT / "tests"))
     assert float(alone[2]) > float(many[2]) > 0 and float(alone[5]) > float(many[5]) > 0  # FLOPs, MiB kept
     rows = {row[1]: [float(cell) for cell in row[2:]] for row in table(precision, "--width", "32", "--levels", "4")}
@@ -137,7 +137,7 @@ def test_passes_beside_another_checkout_and_by_precision(step, monkeypatch, caps
 
 @pytest.mark.soak
 def test_all_rows_with_tiny_shapes(tmp_path):
-    """From a clone that is not installed. Twice: the second has nothing left to do."""
+    """From a clone that is not installed; twice, and the second run finds nothing to do."""
     subprocess.run(["git", "clone", "-q", str(ROOT), str(tmp_path / "clone")], check=True)
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     words = [sys.executable, "benchmarks/all_rows.py", "--tiny", "--minutes", "60", "--output", str(tmp_path)]

@@ -1,5 +1,5 @@
-"""Commands of README and documents are ones that exist: each parser takes its words, each configuration its keys, and runs
-that are read were made by a command before. TOML has keys that exist, and Python runs."""
+"""The commands in README and documents work: each parser takes its words, each configuration its keys, and runs that are
+read were made by an earlier command. TOML has keys that exist, and Python runs."""
 
 import argparse
 import re
@@ -40,17 +40,17 @@ STAND_FOR = {
     "N": "2",
     "R": "modes",
 }
-"""What is tried in place of words that a reader chooses."""
+"""Stand-ins for words that a reader chooses."""
 
 
 class Parsed(BaseException):
-    """In place of what the command would do."""
+    """Raised instead of what the command would do."""
 
 
 def shell_lines(document: str) -> Iterator[str]:
-    """The commands of a page, in their order: of blocks, and between backticks those that begin with a program of ours.
+    """The commands of a page in order: those in blocks, and those between backticks that begin with a program of ours.
 
-    Left out are those of the past, and what ends in "...", which is not whole.
+    Commands about the past are left out, and so are lines that end in " ...".
     """
     for paragraph, past in paragraphs(document):
         for found in re.findall(
@@ -62,7 +62,7 @@ def shell_lines(document: str) -> Iterator[str]:
 
 
 def expanded(word: str) -> list[str]:
-    """As a shell does it, with what a reader would fill in."""
+    """The words that a shell makes of it, with placeholders filled in."""
     if braces := re.fullmatch(r"(.*)\{(.*,.*)\}(.*)", word):
         return [braces[1] + choice + braces[3] for choice in braces[2].split(",")]
     if "*" in word and (found := sorted(ROOT.glob(word))):
@@ -72,19 +72,19 @@ def expanded(word: str) -> list[str]:
 
 
 class Page:
-    """Runs the commands of a page, in the repository's root, up to where each has understood its words."""
+    """Runs the commands of a page in the repository's root, each until it has parsed its words."""
 
     def __init__(self, monkeypatch) -> None:
         self.made = ["outputs/demo"]
-        """What a command so far may have written; the README's first one is known to all pages."""
+        """What the commands so far may have written. All pages may use the result of the README's first command."""
         self.read: list[str] = []
         self.variables: dict[str, str] = {}
         original = argparse.ArgumentParser.parse_known_args
 
         def parse(parser, args=None, namespace=None):
-            parser.allow_abbrev = False  # else part of an option's name is the option
+            parser.allow_abbrev = False  # else a prefix of an option counts as the option
             found = original(parser, args, namespace)
-            if args is None:  # not a parser within a parser
+            if args is None:  # a subparser gets its arguments
                 raise Parsed(*found, "[--section.key=value ...]" in parser.format_usage())
             return found
 
@@ -92,7 +92,7 @@ class Page:
         monkeypatch.setattr(command_line, "existing", lambda text: self.read.append(text) or Path(text))
 
     def check(self, line: str) -> None:
-        """Raises AssertionError, SystemExit for what a parser refuses, UserError for a setting."""
+        """Raises SystemExit for what a parser refuses, UserError for a wrong setting, else AssertionError."""
         line = re.sub(r"\[?--section.key value( \.\.\.\])?", "", line)
         words = shlex.split(re.sub(r"\$([A-Z])\b", lambda name: self.variables[name[1]], line), comments=True)
         while words and re.match(r"[A-Z_]+=", words[0]):
@@ -195,7 +195,7 @@ def test_toml(block):
 
 @pytest.mark.parametrize("block", [one for one in fenced("python") if "owner" not in one.id])  # that one needs 8 ranks
 def test_python(block, tmp_path, monkeypatch):
-    """With what the text around it speaks of: a model with PC if the block does not attach it, an optimizer, data."""
+    """With the names that its page assumes: a model (with PC, unless the block attaches it), an optimizer, data."""
     monkeypatch.chdir(tmp_path)
     model = torch.nn.Sequential(OrderedDict(layers=toy_model(), norm=torch.nn.LayerNorm(7).double()))
     names = {"torch": torch, "pc": pc, "model": model, "loss": toy_loss, "data": [[toy_batch(0), toy_batch(1)]]}

@@ -1,4 +1,4 @@
-"""What the documents name is there: linked files and headings, paths, keys, tests. Commands have a file of their own."""
+"""What the documents name exists: linked files and headings, paths, keys, tests. Another file tests their commands."""
 
 import re
 from pathlib import Path

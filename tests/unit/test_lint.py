@@ -1,4 +1,4 @@
-"""mypy and ruff find nothing, by the settings of pyproject.toml; the pre-commit hooks run the same."""
+"""mypy and ruff find nothing, with the settings of pyproject.toml; the pre-commit hooks run the same."""
 
 import subprocess
 import sys

@@ -1,7 +1,7 @@
 """Damaged files of every input but the config: sweeps, data, tokenizers, checkpoints, exports.
 
-Each is read as it should not be, or refused by a `UserError` of one or two lines that names it; nothing else is raised,
-and nothing is left behind.
+Each is either read after all, or refused by a `UserError` of one or two lines that names it; nothing else is raised, and
+nothing is left behind.
 """
 
 import json
@@ -40,7 +40,7 @@ TOKENIZER = {
 
 @pytest.fixture(scope="session")
 def made(tmp_path_factory, tiny_shards):
-    """Good inputs by kind: folders, read only."""
+    """Folders of good inputs by kind; tests must not change them."""
     folder = tmp_path_factory.mktemp("made")
     run = make_run(folder / "run", make_shards(folder / "data", "mistral-common"), PCConfig(level=4), flavor="tiny")
     for kind in ("sweep", "tokenizer", "model"):
@@ -85,7 +85,8 @@ READERS = {
 
 
 def complaint(read: Callable[[], Any], about: object) -> str:
-    """What a command says of its input; "" if it takes it. Anything but one or two lines about it begins with "!"."""
+    """The error of a command about its input, "" if it accepts it. Anything but one or two lines that name `about` begins
+    with "!"."""
     try:
         read()
     except UserError as error:
@@ -97,7 +98,7 @@ def complaint(read: Callable[[], Any], about: object) -> str:
 
 
 def damaged_files(folder: Path) -> Iterator[tuple[str, Path]]:
-    """The files of a folder, one by one removed, made a folder or a pipe, cut, overwritten; then restored."""
+    """Each file of a folder in turn is removed, replaced by a folder or a pipe, cut, overwritten, and then restored."""
     for file in sorted(path for path in folder.rglob("*") if path.is_file()):
         whole = file.read_bytes()
         name = str(file.relative_to(folder))
@@ -134,7 +135,7 @@ ODD = (None, -1, math.nan, "x", [])
 
 
 def odd_contents(content: Any) -> Iterator[tuple[str, Any]]:
-    """A JSON value with each value in it, of lists the first, replaced by each odd one, or removed."""
+    """A JSON value in which one inner value (in lists the first) is replaced by an odd one or removed, for all of them."""
     inner = (
         content.items() if isinstance(content, dict) else enumerate(content[:1]) if isinstance(content, list) else ()
     )
@@ -154,7 +155,7 @@ def odd_contents(content: Any) -> Iterator[tuple[str, Any]]:
 
 @pytest.mark.parametrize("name", ["manifest.json", "tokenizing.json", "units/00000.json"])
 def test_odd_values_are_read_or_refused_in_a_line(made, tmp_path, name):
-    """Of a data folder, or of a tokenising that someone else has begun."""
+    """In a data folder, or in one whose tokenising someone else has begun."""
     (tmp_path / "a.txt").write_text("a" * 100)
     folder, manifest = tmp_path / "out", tmp_path / "out" / "manifest.json"
 

@@ -1,4 +1,4 @@
-"""The arms of experiments/verdict: what they make of singular values, norms and steps, and that a resume is exact."""
+"""The arms of experiments/verdict: what they do to singular values, norms and steps, and that a resume is exact."""
 
 import json
 import os
@@ -32,7 +32,7 @@ def arm_words(kind: str, **options) -> list[str]:
 
 @pytest.fixture(scope="module")
 def run(tiny_shards, tmp_path_factory):
-    """A function that trains the tiny model with some words, into a folder of some name: (folder, final state)."""
+    """run(name, *words): trains the tiny model into a folder of that name; (folder, final state)."""
     top = tmp_path_factory.mktemp("verdict")
     config = tiny.write_config(top / "tiny.toml", tiny_shards, top / "run")
 
@@ -50,14 +50,14 @@ def watched(run):
 
 @pytest.fixture(scope="module")
 def own(watched):
-    """The reference made of that one run."""
+    """A reference file made from the watched run alone."""
     file = watched[0] / "reference.json"
     file.write_text(json.dumps(reference.mean_of([watched[0]])))
     return str(file)
 
 
 def test_a_rate_is_chosen_once_a_worse_one_is_on_both_sides(tmp_path, monkeypatch, capsys):
-    """Of the baseline; of Muon the best is an end of its grid, and with level 2 a rate lacks a seed."""
+    """Here only for the baseline: Muon's best rate is an end of its grid, and with level 2 a rate lacks a seed."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "experiments").symlink_to(tiny.ROOT / "experiments")
     losses = {
@@ -90,7 +90,7 @@ def test_a_rate_is_chosen_once_a_worse_one_is_on_both_sides(tmp_path, monkeypatc
 
 
 def test_the_runner_ends_with_its_commands_status(tmp_path):
-    """So that the next command of a line does not begin."""
+    """So that the next command of a line such as `a && b` does not start."""
     (tmp_path / "python").write_text("#!/bin/sh\nexit 2\n")
     (tmp_path / "python").chmod(0o755)
     command = [tiny.ROOT / "experiments" / "verdict" / "run.sh", "1", "a.toml"]
@@ -146,7 +146,7 @@ def made(tmp_path):
 
 @pytest.fixture
 def file(made, tmp_path) -> str:
-    """Of a reference: at steps 0 and 20 a spectrum that falls by 1 % and by 3 % a value; norms 1 and 1.2, steps 0.1 and 0.3."""
+    """A reference: at steps 0 and 20 spectra that fall by 1 % and 3 % per value, norms 1 and 1.2, steps 0.1 and 0.3."""
     names = [name.removesuffix(".weight") for name, _ in made[0].named_parameters() if "layers." in name]
     spectra = torch.stack([0.99 ** torch.arange(128.0), 0.97 ** torch.arange(128.0)])
     one = {
@@ -172,7 +172,7 @@ def test_the_dial_sets_singular_values_and_leaves_norm_and_vectors(made, file, p
     dial.change(20)
     wanted = (0.97 ** torch.arange(128.0, dtype=torch.float64)) ** power
     expected = (u * (sigma.norm() / wanted.norm() * wanted)) @ vt
-    torch.testing.assert_close(weight.detach().double(), expected, rtol=0, atol=2e-5)  # float32's vectors
+    torch.testing.assert_close(weight.detach().double(), expected, rtol=0, atol=2e-5)  # the dial computes in float32
     assert torch.equal(model.layers["0"].attention.wq.weight, query)
 
 

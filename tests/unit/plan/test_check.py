@@ -58,7 +58,7 @@ def test_a_check_builds_the_model_once_and_asks_each_rule_once(monkeypatch):
 @pytest.mark.parametrize(
     "words, kept",
     [
-        ([], 5),  # three, one that is being written, and one that was damaged and set aside
+        ([], 5),  # three, one being written, and one set aside as damaged
         (["--checkpoint.keep_every=10000"], 5 + 6),
         (["--checkpoint.keep_latest_k=0"], 122 + 2),
         (["--checkpoint.keep_latest_k=0", "--checkpoint.keep_every=750"], 122 + 81 - 40 + 2),  # every 1500 by both
@@ -72,7 +72,7 @@ def test_the_disk_of_a_whole_run(words, kept):
 
 
 def test_what_a_run_needs_stands_in_order_with_warnings_last(monkeypatch):
-    """The 1B run on 2 x 8 GPUs, on a machine with one whose disk is almost full."""
+    """The 1B run on 2 x 8 GPUs, checked on a machine with one GPU and an almost full disk."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     card = SimpleNamespace(name="Card", total_memory=79.2 * 2**30)
@@ -99,12 +99,12 @@ def test_what_a_run_needs_stands_in_order_with_warnings_last(monkeypatch):
     last = [line.removeprefix("warning: ") for line in lines[-3:]]
     assert last[0].startswith("data.path: ") and "too little for checkpoints 72.0 GiB, data 298.3 GiB" in last[1]
     assert last[2].startswith("on this machine compile.enable = true needs no-such-compiler")
-    assert len(lines) <= 24  # a screen
+    assert len(lines) <= 24  # fits a screen
 
 
 @pytest.mark.parametrize("gib, verdict", [(4, "yes"), (3, "perhaps"), (2, "no")])
-def test_a_run_that_does_not_fit_is_told_at_the_end(gib, verdict):
-    """Some 2.7 GiB by the estimate, and 85 % of a GPU's memory are used."""
+def test_that_a_run_does_not_fit_is_said_at_the_end(gib, verdict):
+    """The estimate is some 2.7 GiB, and 85 % of a GPU's memory is usable."""
     report = check(load_config(ROOT / "train_configs" / "own_text.toml"), 1, needs_data=False, gpu_gib=gib)
     facts = dict(report.facts)
     assert report.errors == [] and facts["fits"].startswith(f"{verdict}: 2.")
@@ -138,7 +138,7 @@ def test_validation_documents_among_the_training_documents_are_counted(tmp_path,
             ["--checkpoint.initial_load_path=nowhere", "--checkpoint.initial_load_in_hf"],
             "nowhere does not exist",
         ),
-        (["--checkpoint.initial_load_path=nowhere", "--job.dump_folder={folder}/run"], None),  # it goes on by itself
+        (["--checkpoint.initial_load_path=nowhere", "--job.dump_folder={folder}/run"], None),  # ignored by a resume
     ],
 )
 def test_what_a_run_starts_from_is_checked(tmp_path, tiny_shards, words, complaint):
@@ -162,11 +162,11 @@ def test_what_a_run_starts_from_is_checked(tmp_path, tiny_shards, words, complai
         ("--pc.level=2", "pc.level is "),
         ("--pc.enable=false", "pc.enable is True in the run of {}, False in the config"),
         ("--optimizer.name=AdamH", "optimizer.name is AdamW in the run of {}, AdamH in the config"),
-        ("--model.ffn_dim=704", ""),  # what it is already
+        ("--model.ffn_dim=704", ""),  # the same value
     ],
 )
 def test_a_run_does_not_go_on_with_another_model(tmp_path, words, said):
-    """Not after a minute by the checkpoint's tensors."""
+    """The settings refuse it, not, a minute later, the checkpoint's tensors."""
     make_begun(tmp_path)
     config = load_config(ROOT / "train_configs/debug.toml", [f"--job.dump_folder={tmp_path}", words])
     errors = check_settings(config).errors
@@ -178,10 +178,10 @@ def test_a_run_does_not_go_on_with_another_model(tmp_path, words, said):
     [
         ("--optimizer.lr=1e-4", ["{} has finished with another optimizer.lr; give another --job.dump_folder"]),
         ("--metrics.log_freq=7", []),
-        ("--training.steps=4", []),  # it is trained on
+        ("--training.steps=4", []),  # it continues
     ],
 )
-def test_a_finished_run_has_no_other_settings(tmp_path, words, errors):
+def test_a_finished_run_does_not_start_with_other_settings(tmp_path, words, errors):
     make_begun(tmp_path)
     write_state(tmp_path, "finished", 3, 3)
     with (tmp_path / "config.toml").open("a") as file:
@@ -190,19 +190,19 @@ def test_a_finished_run_has_no_other_settings(tmp_path, words, errors):
     assert check_settings(config).errors == [error.format(tmp_path) for error in errors]
 
 
-def test_a_start_says_the_warnings_and_hands_on_the_micro_batch(command, tiny_config, tmp_path, monkeypatch):
+def test_a_start_prints_the_warnings_and_passes_on_the_micro_batch(command, tiny_config, tmp_path, monkeypatch):
     monkeypatch.setattr(launch, "run_command", lambda *_: 3)  # without training
     words = ["--training.steps=1000", "--training.global_batch_size=4", f"--job.dump_folder={tmp_path / 'run'}"]
     words += ["--training.local_batch_size=-1"]
     status, _, err = command("pc_recipe.runs.local", tiny_config[0], *words)
     assert status == 3 and err.startswith("warning: the run repeats its ") and err.count("\n") == 1
-    read = load_config(tmp_path / "run" / "pending.toml")  # by all processes
+    read = load_config(tmp_path / "run" / "pending.toml")  # which all processes read
     assert read.training.local_batch_size == 4
 
 
 @pytest.mark.parametrize(("steps", "found"), [(12, "warnings"), (13, "errors")])
 def test_more_epochs_than_asked_for_are_refused(tiny_config, tiny_shards, steps, found):
-    """As a run of 57 B tokens whose --data.path was forgotten would make."""
+    """As in a run of 57 B tokens whose --data.path was forgotten."""
     path, tokens = tiny_config[0], Manifest.read(tiny_shards).tokens("train")
     batch = tokens // (4 * 16)  # four steps are just below an epoch
     words = [f"--training.global_batch_size={batch}", f"--training.steps={steps}", "--data.max_epochs=3"]
@@ -215,21 +215,21 @@ def test_more_epochs_than_asked_for_are_refused(tiny_config, tiny_shards, steps,
 
 
 @pytest.mark.parametrize("more", [0, 1])
-def test_fewer_validation_sequences_than_asked_for_are_said(tiny_config, tiny_shards, more):
+def test_fewer_validation_sequences_than_asked_for_are_reported(tiny_config, tiny_shards, more):
     length = (Manifest.read(tiny_shards).tokens("validation") - 1) // 16
     warnings = check(load_config(tiny_config[0], [f"--data.validation_sequences={length + more}"]), 1).warnings
     said = f"{tiny_shards} has {length} validation sequences, data.validation_sequences is {length + 1}"
     assert (said in warnings) == bool(more)
 
 
-def test_validation_data_that_cannot_be_read_have_no_number(tiny_config):
+def test_unreadable_validation_data_are_not_counted(tiny_config):
     result = check(load_config(tiny_config[0], ["--model.vocab_size=100"]), 1)
     assert result.errors and not [line for line in result.warnings if "validation sequences" in line]
 
 
 @pytest.mark.parametrize("node, lines", [("0", 1), ("1", 0)])
-def test_the_first_node_alone_says_what_a_stopped_run_came_to(command, tiny_config, monkeypatch, node, lines):
-    """It writes the state, perhaps after the others have ended."""
+def test_only_the_first_node_reports_the_outcome_of_a_stopped_run(command, tiny_config, monkeypatch, node, lines):
+    """It writes the state, perhaps after the other nodes have ended."""
     places = {"NNODES": "2", "NODE_RANK": node, "MASTER_ADDR": "127.0.0.1"}
     for name, value in places.items():
         monkeypatch.setenv(name, value)
@@ -238,8 +238,8 @@ def test_the_first_node_alone_says_what_a_stopped_run_came_to(command, tiny_conf
     assert status == 130 and out.count("Ended without saving") == lines
 
 
-def test_wandb_is_missed_before_training(monkeypatch):
-    """TorchTitan would log an error at the top and train on."""
+def test_a_missing_wandb_is_found_before_training(monkeypatch):
+    """TorchTitan would log an error at the start and train without it."""
     monkeypatch.setattr(installed, "find_spec", lambda package: None)
     errors = check_settings(load_config(CONFIG, ["--metrics.enable_wandb"])).errors
     assert errors == ["metrics.enable_wandb = true needs the package: pip install wandb, or use false"]
@@ -247,7 +247,7 @@ def test_wandb_is_missed_before_training(monkeypatch):
 
 @pytest.mark.parametrize("name, states", [("AdamH", 2), ("MuonH", 1)])
 def test_levels_and_optimizers_are_named_and_counted(name, states):
-    """Of one GPU: the matrices of the blocks with the optimizer's states, embedding, head and norms with two."""
+    """On one GPU: the matrices of the blocks have the optimizer's number of states; embedding, head and norms have two."""
     overrides = ["--pc.level", "{ o = 4, ffn = 2 }", "--optimizer.name", name]
     facts = dict(check(load_config(CONFIG, overrides), 1, needs_data=False).facts)
     assert "o: level 4" in facts["preconditioned"]
@@ -268,7 +268,7 @@ def test_data_are_checked_against_the_model(tiny_shards):
 
 @pytest.mark.parametrize("mode, option", [("none", "op"), ("selective", "op"), ("selective", "2"), ("full", "op")])
 def test_activations_against_torchs_tracker(mode, option):
-    """Every tensor that a 60M forward pass leaves behind, uncompiled and in float32, by torch's own count."""
+    """Bytes of the tensors that a 60M forward pass keeps, uncompiled and in float32, by torch's own count."""
     tokens, batch = 512, 2
     args = model_args("60M", max_seq_len=tokens // batch)
     checkpointing = ActivationCheckpoint(mode=mode, selective_ac_option=option)
@@ -296,8 +296,8 @@ def test_activations_against_torchs_tracker(mode, option):
 
 
 def test_the_papers_1b_run_is_in_range():
-    """65.9 GiB measured by the paper for the baseline; the estimate leaves out what it says it does. Not compiled,
-    since the paper's code cannot compile PC, which it compares with this."""
+    """The paper measured 65.9 GiB for the baseline; the estimate leaves out what it says it does. Not compiled, because the
+    paper's code cannot compile PC, with which it compares the baseline."""
     settings = ["--training.local_batch_size=4", "--compile.enable=false"]
     config = load_config(ROOT / "train_configs" / "1b_adamw_baseline.toml", settings)
     memory = dict(check(config, 8, needs_data=False).facts)["memory per GPU"]

@@ -1,4 +1,4 @@
-"""Every TOML that is shipped loads and dry-runs; the main ones hold the paper's numbers."""
+"""Every shipped TOML loads and dry-runs; the main ones have the paper's numbers."""
 
 import math
 
@@ -54,7 +54,7 @@ def test_main_configs_hold_the_papers_numbers(name):
     assert (training.steps, config.lr_scheduler.warmup_steps) == (steps, warmup)
     assert math.floor(training.steps * 320 * 8192 / 1e9) == giga_tokens
     assert (config.lr_scheduler.decay_type, config.lr_scheduler.min_lr_factor) == ("cosine", 0.1)
-    assert config.lr_scheduler.decay_ratio is None  # cosine from the end of the warmup on
+    assert config.lr_scheduler.decay_ratio is None  # cosine from the end of the warmup
     assert training.max_norm == 1.0
     assert config.validation.enable and config.validation.freq == 500
     assert config.data.validation_sequences * 8192 == pytest.approx(21e6, rel=5e-3)
@@ -85,7 +85,7 @@ def test_every_config_dry_runs(path, world_size, batch, monkeypatch):
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8, 16, 32, 64, 128])
 @pytest.mark.parametrize("name", ["271m_adamw_pc", "271m_muon_baseline", "1b_adamw_pc", "1b_muon_baseline"])
 def test_main_configs_keep_their_batch_and_fit_80_gb_on_1_to_128_gpus(name, ranks):
-    """320 sequences have no 128 equal parts, so on 128 GPUs two share each; without that, a line says so."""
+    """320 is not divisible by 128, so on 128 GPUs two share each sequence; without that, the error proposes it."""
     path, words = ROOT / "train_configs" / f"{name}.toml", []
     if ranks == 128:
         assert check(load_config(path, words), ranks, needs_data=False).errors == [
@@ -136,7 +136,7 @@ def test_every_sweep_loads_and_each_first_run_dry_runs(path, monkeypatch):
     ],
 )
 def test_lr_grids_are_the_papers(name, lrs):
-    """Both ends and the paper's choice to the digit; between them the even spacing of rounded ends."""
+    """Both ends and the paper's choice are exact; the values between are evenly spaced from rounded ends."""
     sweep = load(ROOT / "train_configs" / "sweeps" / f"{name}.toml")
     assert [run.settings["optimizer.lr"] for run in sweep.runs] == lrs
     selected = load_config(ROOT / "train_configs" / f"{name.removesuffix('_lr')}_baseline.toml")

@@ -22,13 +22,13 @@ def test_figures_of_the_paper():
     assert RunCost(load_config(CONFIGS / "1b_muon_pc.toml", []), 8).step_cost().paper_bound == pytest.approx(
         2.35e-3, rel=5e-3
     )
-    # the paper's claim holds, by a count by hand: per stage of degree 4 and matrix [l, s] both passes
-    # take 12 l s^2 + 12 s^3, without products with vectors, and 2 l s^2 + 4 s^3 less where an owner keeps square matrices
+    # the paper's claim holds. Counted by hand, without products with vectors: per stage of degree 4 and matrix [l, s]
+    # both passes take 12 l s^2 + 12 s^3, and 2 l s^2 + 4 s^3 less if an owner keeps square matrices
     both, kept = (
         sum(a * max(n, m) * min(n, m) ** 2 + b * min(n, m) ** 3 for n, m, _ in run_cost.matrices)
         for a, b in ((12, 12), (2, 4))
     )
-    for owners, share in ((8, 5 / 9), (64, 1)):  # of 48 MiB for each matrix, 256 MiB have room for five of nine
+    for owners, share in ((8, 5 / 9), (64, 1)):  # at 48 MiB for each matrix, 256 MiB hold five of nine
         cost = RunCost(load_config(CONFIGS / "1b_adamw_pc.toml", ["--training.local_batch_size=1"]), owners).step_cost()
         assert (both - cost.pc) / kept == pytest.approx(share, abs=0.01)
         assert cost.pc < cost.paper_bound * cost.model

@@ -1,4 +1,4 @@
-"""What a run needs is counted without the model, whose import takes seconds, as if of the model."""
+"""Sizes are counted without building the model, whose import takes seconds, but equal those of the model."""
 
 import subprocess
 import sys
@@ -41,8 +41,8 @@ def test_weights_are_those_of_the_model(model, pc):
     assert sizes.preconditioned == sum(weight.effective.numel() for _, weight in named_weights(torchtitans))
 
 
-def test_a_check_does_without_torchtitan():
-    """Its import takes longer than all else that a launcher does."""
+def test_a_check_does_not_import_torchtitan():
+    """The import takes longer than everything else that a launcher does."""
     code = """
 import sys
 from pc_recipe.config import load_config

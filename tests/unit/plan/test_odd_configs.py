@@ -1,4 +1,4 @@
-"""Odd values for every key, and files that are no configs: a line or two each, no traceback."""
+"""Odd values for every key are accepted, or refused in a line or two without a traceback."""
 
 import itertools
 import time
@@ -19,7 +19,7 @@ ODD = (
 
 
 def said_of(key: str, value: str) -> list[str]:
-    """What the checks say, a finding each."""
+    """The findings of the checks."""
     try:
         return check(load_config(DEBUG, [f"--{key}={value}"]), 1, needs_data=False).errors
     except UserError as error:
@@ -27,7 +27,7 @@ def said_of(key: str, value: str) -> list[str]:
 
 
 def require_plain_words(key: str, value: str) -> bool:
-    """Whether the value is refused; if so each finding is one or two lines, and one names the key or its section."""
+    """Whether the value is refused. Each finding must have one or two lines, and one must name the key or its section."""
     findings = said_of(key, value)
     assert all(finding.count("\n") <= 1 for finding in findings), findings
     section, _, name = key.partition(".")
@@ -37,7 +37,7 @@ def require_plain_words(key: str, value: str) -> bool:
 
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.soak)])
 def test_odd_values_of_every_key(every):
-    """One for each key in turn, or all."""
+    """One value for each key in turn, or all values for all keys."""
     cases = [(key, value) for key in KEYS for value in ODD] if every else zip(KEYS, itertools.cycle(ODD), strict=False)
     outcomes = [require_plain_words(key, value) for key, value in cases]
     assert 0.4 * len(outcomes) < sum(outcomes) < 0.9 * len(outcomes)

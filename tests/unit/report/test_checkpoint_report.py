@@ -33,7 +33,7 @@ USUAL = (
 
 
 def made(row):
-    """A model of transformers at toy size, with larger weights than those of most first steps, so that no two are alike."""
+    """A model of transformers at toy size, with larger weights than initial ones, so that no two matrices are alike."""
     model_class = getattr(hf, row.partition(",")[0])
     model = model_class(model_class.config_class(**MODELS[row][0]))
     with torch.no_grad():
@@ -48,7 +48,7 @@ def measured(path, **settings):
 
 
 def conditions(found):
-    """Of each block sorted; names of routers differ between a model and its file."""
+    """Sorted condition numbers of each block; not by name, because routers have other names in a file."""
     blocks = {block: matrices for block, matrices in found.by_block(True).items() if block in BLOCK_SUFFIXES}
     return {block: sorted(m.figures.condition for m in matrices) for block, matrices in blocks.items()}
 
@@ -109,7 +109,7 @@ def test_figures_are_those_of_a_float64_decomposition(shape, condition):
 
 @pytest.mark.parametrize("shape", [(128, 128), (256, 256), (128, 344), (512, 128), (256, 1024)])
 def test_gaussian_matrices_have_the_figures_of_the_reference(shape):
-    """The mean of 20 comes within 4 % of a square matrix's condition number, whose deviation is 5 %, and 1 % of others."""
+    """The mean of 20 is within 4 % for square matrices, whose condition numbers deviate by 5 %, and 1 % for others."""
     torch.manual_seed(1)
     drawn = [torch.linalg.svdvals(torch.randn(*shape, dtype=torch.float64)) for _ in range(20)]
     reference = gaussian_singular_values(*shape)
@@ -119,7 +119,7 @@ def test_gaussian_matrices_have_the_figures_of_the_reference(shape):
     )
     norm = sum(sigma.square().sum().item() for sigma in drawn) / len(drawn)
     assert norm == pytest.approx(reference.square().sum().item(), rel=5e-3)
-    # control: another start is told apart
+    # control: another initialisation differs
     orthogonal = torch.linalg.svdvals(nn.init.orthogonal_(torch.empty(*shape, dtype=torch.float64)))
     assert modified_condition_number(orthogonal) < 0.5 * modified_condition_number(reference)
 
@@ -140,7 +140,7 @@ def test_first_weights_are_as_random_ones(name):
     found = pc.conditioning(model_class(model_class.config_class(**FRESH[name])))
     assert words.times(found.in_layers) == pytest.approx(1.01, abs=0.03)
     for block, matrices in found.by_block(of_layers=True).items():
-        if block != "relative_attention_bias":  # of T5: 4 columns
+        if block != "relative_attention_bias":  # of T5, with 4 columns
             assert words.times(matrices) == pytest.approx(1.01, abs=0.1), block
 
 
@@ -156,7 +156,7 @@ def test_pc_of_a_measured_matrix_is_that_of_the_layer(level):
     attached = pc.attach(one_linear(), pc.PCConfig(level=level, blocks=("layers.*.up",), power_iterations=300))
     attached.load_state_dict(model.state_dict())
     pc.precondition(attached, torch.optim.SGD(attached.parameters(), lr=0.1)).write_pc()
-    (after,) = pc.conditioning(attached).matrices  # of PC(W), and nothing of W, u, v
+    (after,) = pc.conditioning(attached).matrices  # PC(W) is measured; W, u and v are not
     assert after.figures.condition == pytest.approx(before.condition_at[level], rel=1e-5)
 
 
@@ -184,7 +184,7 @@ def test_an_adapter_is_merged_with_its_base(tmp_path):
 
 
 def broken(folder):
-    """{what is wrong: (path, words of its line)}"""
+    """{what is wrong: (path, pattern of the error)}"""
     weights = {"a.weight": torch.randn(4, 4), "b.weight": torch.randn(4, 4)}
     save_file(weights, folder / "whole.safetensors")
     (folder / "cut.safetensors").write_bytes((folder / "whole.safetensors").read_bytes()[:-20])
@@ -281,7 +281,7 @@ def test_a_matrix_without_full_rank_and_a_model_without_blocks():
 
 
 def test_a_page_is_not_written_through_a_link(tmp_path, command):
-    """report.html of the current folder, which may be a model of others."""
+    """Such as report.html in the current folder, which may be another person's model."""
     (tmp_path / "own").write_text("kept")
     (tmp_path / "report.html").symlink_to("own")
     save_file({"a.weight": torch.randn(4, 4)}, tmp_path / "model.safetensors")
@@ -304,7 +304,7 @@ def test_the_page_and_the_tables(tmp_path, command):
     text = file.read_text()
     assert len(text) < 300_000 and "<script" not in text and "<second>" not in text and "&lt;second&gt;" in text
     assert "prefers-color-scheme: dark" in text and "width=device-width" in text
-    assert not re.findall(r'(?:src|href)="?(?!#)[^"]', text)  # nothing comes from elsewhere
+    assert not re.findall(r'(?:src|href)="?(?!#)[^"]', text)  # the page loads nothing
     assert [*file.parent.iterdir()] == [file]
 
     status, said, _ = command("pc.report", tmp_path / "first", "--output", file, "--sample", "3", "--json")
@@ -313,7 +313,7 @@ def test_the_page_and_the_tables(tmp_path, command):
 
 
 def test_the_runs_that_the_advice_rests_on():
-    """Condition numbers: means of the baselines that were compared with PC, of the runs' own logs and documents."""
+    """Condition numbers are means over the baselines that were compared with PC, from the logs of the runs."""
     of = {label: float(value) for value, label, *_ in words.EVIDENCE[1:]}
     runs = [json.loads(line) for line in (ROOT / "experiments/small/runs.jsonl").read_text().splitlines()]
 

@@ -14,7 +14,7 @@ from pc_recipe.runs.sweep import points
 
 
 def _compare(folder, **runs):
-    """Of {name: validation losses, after every 100 tokens or as (tokens, losses)}."""
+    """Compare runs {name: validation losses, after every 100 tokens or as (tokens, losses)}."""
     given = {name: losses if isinstance(losses, tuple) else (100, losses) for name, losses in runs.items()}
     paths = [write_run(folder / name, validations(losses, tokens)) for name, (tokens, losses) in given.items()]
     return curves.compare(read_logs(paths))
@@ -45,7 +45,7 @@ def test_speedup_both_ways_and_neither(tmp_path):
     assert rows.difference.tolist() == [0, -0.5, 1.0]
     page = page_of([tmp_path / name for name in ("reference", "better", "worse")])
     assert "1.50x" in page and "never" in page and "different numbers of tokens" not in page
-    again = _compare(tmp_path, reference=[3.0, 1.8, 2.2], other=[3.0, 1.8, 2.2])  # each first had its end's loss before
+    again = _compare(tmp_path, reference=[3.0, 1.8, 2.2], other=[3.0, 1.8, 2.2])  # both had their final loss earlier
     assert again.speedup.tolist() == [1.0, 1.0]
     _compare(tmp_path, reference=[5.0, 4.0, 3.0], short=[4.0, 2.9])
     assert "different numbers of tokens" in page_of([tmp_path / "reference", tmp_path / "short"])
@@ -82,7 +82,7 @@ def test_points_of_sweeps(tmp_path):
 
 
 def pair(folder, **data):
-    """Two runs, the second of which knows other checksums of its data, or none."""
+    """Two runs; `data` changes checksums that the second has of its data."""
     runs = [write_run(folder / name, validations([5.0, 4.0])) for name in ("one", "two")]
     content = {"content of data.path": "a", "content of data.validation_path": "v"}
     for run, changed in zip(runs, ({}, data), strict=True):
@@ -91,7 +91,7 @@ def pair(folder, **data):
 
 
 def test_runs_with_other_validation_data_or_tokenizers_are_not_compared(tmp_path):
-    """The checksum is of all that made the shards, the tokenizer too."""
+    """The checksum covers everything that made the shards, including the tokenizer."""
     runs = pair(tmp_path, **{"content of data.validation_path": "w"})
     with pytest.raises(
         UserError, match="two was validated on other text than .*one, or with another tokenizer"
@@ -101,7 +101,7 @@ def test_runs_with_other_validation_data_or_tokenizers_are_not_compared(tmp_path
     environment = json.loads((runs[1] / "environment.json").read_text())
     one = json.loads((runs[0] / "environment.json").read_text())
     (runs[1] / "environment.json").write_text(json.dumps(one | {"earlier": [environment]}))
-    with pytest.raises(UserError, match="two was validated on other text"):  # in an earlier part
+    with pytest.raises(UserError, match="two was validated on other text"):  # also in an earlier part of the run
         page_of(runs)
     (runs[1] / "environment.json").write_text("{")  # a run of an earlier version, or a damaged file: nothing is known
     page_of(runs)
@@ -113,13 +113,13 @@ def test_runs_with_other_training_data_are_marked(tmp_path, content, mark):
     assert f"<td>two{mark}</td><td>2</td>" in page and "<td>one</td><td>2</td>" in page
 
 
-def test_what_was_not_logged_is_said(tmp_path):
+def test_what_was_not_logged_is_reported(tmp_path):
     page = page_of(pair(tmp_path))
     assert "no &#x27;loss&#x27; was logged" in page and "set [diagnostics] freq above 0" in page
 
 
-def test_time_is_that_of_the_steps_alone(tmp_path):
-    """Logged every second step, and for a third of an hour each; the run was interrupted, and repeated step 4."""
+def test_time_is_that_of_training_steps_only(tmp_path):
+    """Every second step is logged, and two steps take a third of an hour; the run was interrupted and repeated step 4."""
     steps = [(2, 600.0), (4, 1000.0), (4, 600.0), (6, 600.0)]
     lines = [
         {"step": step, "tokens": 10 * step, "time": 1e6 * step, "loss": 9.0 - step, "step_seconds": seconds}

@@ -70,11 +70,11 @@ def _experiment(tmp_path, losses=LOSSES, **options):
 
 
 def test_rate_by_the_first_seed_and_judged_on_the_others(tmp_path):
-    """PC's best rate by seed 0 is 1e-3; only seeds 1 and 2 enter the figures, paired with the baseline's."""
+    """Seed 0 chooses 1e-3 for PC; only seeds 1 and 2 enter the figures, paired with the baseline's."""
     table = pair_table(_experiment(tmp_path), Preregistration())
     header, _, best, at_the_references = table.splitlines()  # the baseline's other rate has only the choosing seed
     assert header.endswith("| seeds | difference | interval | verdict | times fewer tokens | after 30 | after 50 |")
-    # 3.8 - 4.2 and 4.0 - 4.4 are equal; unpaired errors would be 0.14
+    # both differences are -0.4; an unpaired error would be 0.14
     assert best.startswith(
         "| pc on | 0.001 | 0.002 | 1, 2 | -0.4000 ± 0.0000 | -0.4000 to -0.4000 | lower |"
     ) and best.endswith("| -0.400 | -0.400 |")
@@ -88,7 +88,7 @@ def test_rate_by_the_first_seed_and_judged_on_the_others(tmp_path):
 
 
 def test_diverged_runs_are_shown_counted_and_never_the_best(tmp_path):
-    """No NaN in the file, which JSON does not know."""
+    """The file has no NaN, which is not JSON."""
     losses = LOSSES | {(True, 2e-3): [None, None, 4.0]}
     experiment = _experiment(tmp_path, losses, stops_at={"True-0.002/seed-1": 0})
     assert "NaN" not in (tmp_path / "kept" / "runs.jsonl").read_text()
@@ -98,7 +98,7 @@ def test_diverged_runs_are_shown_counted_and_never_the_best(tmp_path):
     assert "| pc on | 0.002 | 0.002 | 1, 2 | 1 of 2 diverged | - | no test | - |" in table
 
 
-# Differences of paired seeds: mean -0.008, errors of 0.002828 / sqrt(6), 2.5706 of them to each side.
+# Differences of paired seeds: mean -0.008, standard error 0.002828 / sqrt(6); the interval is 2.5706 of these to each side.
 DIFFERENCES = (-0.010, -0.006, -0.012, -0.004, -0.008, -0.008)
 
 
@@ -122,7 +122,7 @@ def test_the_verdict_of_paired_seeds(differences, expected):
 
 
 def test_the_mean_of_the_planned_tuning_seeds_chooses_the_rate(tmp_path):
-    """Seed 0 alone would choose 1e-3. A seventh seed of the other arm, whose half still runs, does not count."""
+    """Seed 0 alone would choose 1e-3. A seed of one arm whose partner in the other has not run yet does not count."""
     losses = {(False, 1e-3): [3.9, 4.5], (False, 2e-3): [4.0, 4.1, 4.0, 4.1], (True, 2e-3): [3.9, 4.0, 3.8, 4.0, 9.0]}
     evidence.collect([_sweep(tmp_path / "sweep", losses)], "study", tmp_path / "kept")
     (tmp_path / "kept" / "plan.toml").write_text("tuning_seeds = [0, 1]\nmargin = 0.01")
@@ -141,7 +141,7 @@ TESTED = {
 
 
 def _contrasts(losses, paired=True) -> dict[str, list[str]]:
-    """{contrast: its cells from the number of seeds on}, of three rows that Holm corrects; an absent arm has one."""
+    """{contrast: its cells from the number of seeds on}. Holm corrects for three rows, of which one has an absent arm."""
     runs = [
         {"arm": arm, "seed": seed, "loss": loss, "best": True, "chose": False}
         for arm, of_seeds in losses.items()
@@ -154,12 +154,12 @@ def _contrasts(losses, paired=True) -> dict[str, list[str]]:
 
 
 def test_a_diverged_run_keeps_its_row_and_its_place_in_the_correction():
-    """Also where both runs of a seed diverged, whose difference is no number."""
+    """Also if both runs of a seed diverged, whose difference is NaN."""
     whole = _contrasts(TESTED)
     p = stats.ttest_rel(TESTED["part"], TESTED["plain"]).pvalue
     assert whole["part - plain"][3] == f"{p:.2g}" and "absent - plain" not in whole
     full = stats.ttest_rel(TESTED["full"], TESTED["plain"]).pvalue
-    assert whole["full - plain"][4] == f"{3 * full:.2g}"  # of three planned rows
+    assert whole["full - plain"][4] == f"{3 * full:.2g}"  # three rows are planned
     diverged = _contrasts(TESTED | {"part": [4.0, math.inf, 4.2, 4.3, 4.2]})
     assert diverged["part - plain"] == ["5", "1 of 5 diverged", "-", "-", "-", "no test"]
     assert diverged["full - plain"] == whole["full - plain"]
@@ -180,7 +180,7 @@ def test_groups_of_other_seeds_are_compared_by_welch():
 
 
 def test_only_planned_seeds_are_tested(tmp_path):
-    """Other seeds that ran at the best rate, for a curve of the loss against the rate, are shown apart."""
+    """Other seeds that ran at the best rate, for a curve of the loss against the rate, are shown separately."""
     losses = {(False, 2e-3): TESTED["plain"], (True, 2e-3): TESTED["full"]}
     evidence.collect([_sweep(tmp_path / "sweep", losses)], "study", tmp_path / "kept")
     plan = 'tuning_seeds = [0]\ntest_seeds = [2, 3, 4]\nquestions = [{ contrasts = [["pc on", "pc off"]] }]'
@@ -192,7 +192,7 @@ def test_only_planned_seeds_are_tested(tmp_path):
 
 
 def test_a_seed_that_chose_a_rate_is_not_tested(tmp_path):
-    """Though the plan names it for the test, and forgets to name it for tuning."""
+    """Even if the plan names it for the test, and does not name it for tuning."""
     evidence.collect([_sweep(tmp_path / "sweep", LOSSES)], "study", tmp_path / "kept")
     (tmp_path / "kept" / "plan.toml").write_text("test_seeds = [0, 1, 2]")
     (experiment,) = evidence.read_experiments(tmp_path / "kept")
@@ -228,7 +228,7 @@ def test_a_run_that_two_sweeps_list_is_of_one_arm(tmp_path):
 def test_results_that_are_older_than_a_run_are_refused(tmp_path):
     """Array tasks end without writing the sweep's results."""
     sweep = _sweep(tmp_path / "sweep", {(False, 2e-3): [3.9, None]})
-    write_state(sweep / "False-0.002" / "seed-1", "finished", 5, 5)  # it was tried again
+    write_state(sweep / "False-0.002" / "seed-1", "finished", 5, 5)  # it was repeated
     with pytest.raises(UserError, match="results.jsonl is older than False-0.002/seed-1, which has finished"):
         evidence.collect([sweep], "study", tmp_path / "kept")
     (sweep / "results.jsonl").write_text("a = 1\n")
@@ -299,7 +299,7 @@ def test_runs_that_another_experiment_shares(tmp_path):
     assert len(experiment.runs) == COUNT
     header, _, repeated, *others = arm_table(experiment.runs).splitlines()
     assert header.endswith("| their norm | mean relative step |")
-    assert repeated.endswith("| 10 | 0.3 |")  # of its own line: the end of the norm, the mean of the step
+    assert repeated.endswith("| 10 | 0.3 |")  # from its own log: the final norm, and the mean relative step
     assert all(line.endswith("| - | - |") for line in others)
 
 
@@ -337,7 +337,7 @@ def test_rates_and_decay_are_summed_over_the_schedule(tmp_path, schedule, rates)
 
 
 def test_a_ladder_of_sizes(tmp_path):
-    """A difference that grows by 0.02 when parameters double, and best rates that fall with their square root."""
+    """The difference grows by 0.02 when parameters double, and the best rate falls with their square root."""
     sweeps = []
     for flavor in ("nano", "debug", "60M"):
         size = evidence.parameters(FLAVORS[flavor], 512)

@@ -1,4 +1,4 @@
-"""Pages quote the rows of today: each number is computed again, and each figure says of which rows it was drawn."""
+"""Pages quote the current rows: each number is computed again, and each figure records the rows from which it was drawn."""
 
 import re
 from functools import cache
@@ -28,8 +28,8 @@ def test_a_page_has_the_numbers_of_its_rows(page):
 
 
 @pytest.mark.parametrize("page", PAGES[2:])
-def test_no_other_number_stands_there(page):
-    """None with two decimals or more, which a loss has, is left when the quoted texts are gone."""
+def test_a_page_has_no_other_number(page):
+    """Without the quoted texts, a page has no number with two decimals or more, as losses have."""
     text = words(page)
     for quoted in sorted(quoted_texts()[page], key=len, reverse=True):
         text = text.replace(quoted, "")
@@ -48,8 +48,8 @@ def test_no_other_number_stands_there(page):
         ("verdict-recovery", "verdict", 3),
     ],
 )
-def test_the_tables_of_a_page_come_out_again(study, folder, lines):
-    """From rates by the plan's tuning seeds to Holm's correction; also of runs that one study shares with another."""
+def test_the_tables_of_a_page_are_reproduced(study, folder, lines):
+    """From the choice of rates by the plan's tuning seeds to Holm's correction, also with runs that two studies share."""
     plan = read_preregistration(ROOT / "experiments" / folder)
     table = contrast_table(numbers.studies()[study].experiment.runs, plan)
     page = ROOT / "experiments" / folder.removesuffix("/again") / "README.md"
@@ -65,19 +65,19 @@ def test_the_tables_of_a_page_come_out_again(study, folder, lines):
         ("README.md", "cells", (CELLS["x"], CELLS["y"]), BASE),
     ],
 )
-def test_shares_of_pcs_gain_stand_in_a_page(page, study, arms, control):
+def test_a_page_has_the_shares_of_pcs_gain(page, study, arms, control):
     shares = [share(numbers.studies()[f"verdict-{study}"], arm, control) for arm in arms]
     assert not [text for text in shares if text not in words(page)]
 
 
 @pytest.mark.parametrize("figure", sorted(ROOT.glob("experiments/**/*.png")), ids=lambda file: file.stem)
 def test_a_figure_is_as_new_as_its_rows(figure):
-    """If not: python -m experiments report FOLDER."""
+    """To renew one: python -m experiments report FOLDER."""
     assert Image.open(figure).text["Rows"] == digest(figure.parent)
 
 
 def test_what_a_plan_can_find():
-    """By the textbook for equal spreads: t of 18 degrees of freedom times sqrt(2 / 10), and (t + t of 80 %) times it, nearly."""
+    """By the textbook for equal spreads: t, of 18 degrees of freedom, times sqrt(2 / 10); about (t + t of 80 %) times it."""
     half, found, inside = powers((1.0, 1.0), seeds=10, margin=1.0)
     assert half == pytest.approx(2.101 * 0.2**0.5 * 0.987, rel=0.02)  # the mean of an estimated spread is 1.3 % too low
     assert found == pytest.approx((2.101 + 0.862) * 0.2**0.5, rel=0.02)

@@ -1,4 +1,4 @@
-"""The page of runs: its sentences are made from the numbers."""
+"""The page about runs, whose sentences follow from the numbers."""
 
 import json
 import re
@@ -47,7 +47,7 @@ def test_page_and_lines_say_the_same(tmp_path):
 
 
 def test_other_code_and_earlier_settings_are_differences(tmp_path):
-    """A run whose rate was changed at a resume is not one of its last rate."""
+    """A run whose rate changed at a resume does not count as a run with its last rate."""
     paths = runs(tmp_path)
     for path, torch in zip(paths, ("2.12.0", "2.13.0"), strict=True):
         (path / "environment.json").write_text(json.dumps({"commit": torch[2:4], "code": {"torch": torch}}))
@@ -65,7 +65,7 @@ def test_other_code_and_earlier_settings_are_differences(tmp_path):
 
 
 def test_a_run_that_has_not_finished_is_called_so(tmp_path):
-    """Also where it is alone, and nothing is compared."""
+    """Also if it is the only run, and nothing is compared."""
     path = write_run(tmp_path / "run", validations((5.0, 4.0)), "stopped")
     said = run_page.write([path], tmp_path / "report.html")
     assert "run: its configuration is not known, stopped. " in said
@@ -98,7 +98,7 @@ def test_a_run_that_has_not_finished_has_no_final_loss(tmp_path, name, state):
 
 
 def test_a_run_without_a_validation_at_its_end_has_no_final_loss(tmp_path):
-    """As one that was resumed for more steps, without validation."""
+    """As after a resume for more steps without validation."""
     paths = runs(tmp_path)
     write_state(tmp_path / "pc", "finished", 4, 4)
     text = run_page.write(paths, tmp_path / "report.html")
@@ -111,8 +111,8 @@ def test_losses_over_other_sequences_are_not_compared(tmp_path, differing):
     assert "pc is not compared with baseline: validated on other sequences" in text
 
 
-def test_condition_numbers_are_said_to_be_of_the_matrices_that_they_are_of(tmp_path):
-    """Each run logs those of its own pc.blocks, also a baseline."""
+def test_condition_numbers_name_their_matrices(tmp_path):
+    """Each run, even a baseline, logs those of its own pc.blocks."""
     for blocks, title in ((["ffn", "o"], "of o, gate, up, down"), (["o"], "of different matrices in each run")):
         paths = runs(tmp_path, pc={"enable": True, "blocks": blocks})
         for path in paths:
@@ -124,7 +124,7 @@ def test_condition_numbers_are_said_to_be_of_the_matrices_that_they_are_of(tmp_p
 
 
 def test_settings_of_runs_with_pc_are_compared_among_themselves(tmp_path):
-    """A baseline has none of them, whatever its place."""
+    """A baseline, at whatever position, has none of them."""
     for name, settings in {"a": {"level": 2}, "b": {"enable": False}, "c": {"level": 4}}.items():
         write_run(tmp_path / name, validations([2.0, 1.0]))
         settings = BASE | {"pc": {"enable": True} | settings}
@@ -138,7 +138,7 @@ def test_settings_of_runs_with_pc_are_compared_among_themselves(tmp_path):
     ]  # fmt: skip
 
 
-def test_the_batch_of_one_micro_batch_a_rank_is_that_of_the_ranks(tmp_path):
+def test_a_batch_of_one_micro_batch_per_rank_depends_on_the_ranks(tmp_path):
     for name, ranks, batch in (("a", 8, 64), ("b", 1, 1)):
         write_run(tmp_path / name, validations([2.0, 1.0]))
         settings = BASE | {"training": {"seq_len": 64, "local_batch_size": batch}}
@@ -157,7 +157,7 @@ def test_another_model_has_no_speedup(tmp_path):
     assert "model.dim: None in baseline, 64 in pc" in page and "They differ in model.dim. One seed each" in text
 
 
-def test_a_run_that_says_nothing_more_than_its_losses(tmp_path):
+def test_a_run_of_which_only_losses_are_known(tmp_path):
     paths = [write_run(tmp_path / "<i>", validations([2.0, 1.0]), "stopped", "asked to stop")]
     assert "not known" in run_page.write(paths, tmp_path / "report.html")
     assert "&lt;i&gt;" in (tmp_path / "report.html").read_text() and "<i>" not in (tmp_path / "report.html").read_text()
@@ -170,7 +170,7 @@ def test_matrix_and_text_are_those_of_the_checkpoint(tmp_path):
     run_page.write([tmp_path / "run"], tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text()
     assert made.checkpoint.is_dir() and "Singular values of up, middle layer" in page
-    assert page.count("The river") == 2  # the heading's, and what was written after it
+    assert page.count("The river") == 2  # in the heading, and in the text that continues it
 
 
 def test_everything_that_was_logged_is_drawn(tmp_path):

@@ -10,7 +10,7 @@ from pc_recipe.report import spectra
 @pytest.mark.parametrize("with_pc, level", [(True, {"o": 2, "ffn": 4}), (False, 4)])
 def test_singular_values_are_those_of_the_weights(tmp_path, with_pc, level):
     merged = save_checkpoint(tmp_path / "run", with_pc, level=level)
-    for step in (3, 12):  # an older and a newer one that are not complete
+    for step in (3, 12):  # incomplete checkpoints, one older and one newer
         (tmp_path / "run" / "checkpoint" / f"step-{step}").mkdir()
     (checkpoint,) = spectra.checkpoints_of([tmp_path / "run"]).values()
     found = spectra.compute(checkpoint, [1, 2])

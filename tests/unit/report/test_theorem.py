@@ -11,7 +11,7 @@ def test_loss_falls_as_promised_inside_the_region(widths, samples, seed):
     assert all(upper >= 1 >= lower > 0 for upper, lower in zip(problem.upper, problem.lower, strict=True))
     losses, in_region = theorem.descend(problem, problem.beta, 300)
     inside = [*in_region, False].index(False)
-    assert inside > 50  # the promise holds for steps from inside the region
+    assert inside > 50  # the promise is for steps that start inside the region
     for before, after in zip(losses[:inside], losses[1:inside]):
         assert after <= (1 - problem.mu / problem.beta) * before
 

@@ -52,7 +52,7 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def trained(monkeypatch):
-    """In place of training: names of the runs that were trained, whose folders look as the trainer leaves them."""
+    """Replaces training: the names of the runs that would train, whose folders then look as the trainer leaves them."""
     names = []
 
     def train(run, held, processes, label):
@@ -84,7 +84,7 @@ def key_of(*words: str):
         ["--pc.level=3.625,-9.261,14.097,-10.351,2.89"],
         ["--training.local_batch_size=4", "--parallelism.tensor_parallel_degree=2"],
         ["--checkpoint.initial_load_path=here"],  # of a section that is off
-        # a default that is written out: so a key that is added later makes no finished run a stranger
+        # a default that is written out: a key that a later version adds must not change old runs
         ["--model.init_std=0.02", "--pc.compute_dtype=float32", "--optimizer.beta1=0.9"],
     ],
 )
@@ -101,7 +101,7 @@ def test_another_run(folder, word):
     assert key_of(word) != key_of()
 
 
-def test_what_a_resume_cannot_apply_is_known(folder):
+def test_settings_that_a_resume_cannot_apply_are_listed(folder):
     words = ["--debug.seed=7", "--model.init_std=0.5", "--model.init_factors={o = 2.0}", "--optimizer.lr=1e-4"]
     config = load_config("pc.toml", [*words, "--checkpoint.initial_load_path=hf"])
     began = {"debug": {"seed": 7}, "model": {"init_std": 0.02}}
@@ -114,11 +114,11 @@ def test_what_a_resume_cannot_apply_is_known(folder):
 def test_the_batch_of_one_micro_batch_per_rank_depends_on_the_ranks(folder):
     config = load_config("pc.toml", ["--training.global_batch_size=-1"])
     assert differing_keys(result_key(config, 1), result_key(config, 2)) == ["training.global_batch_size"]
-    assert result_key(config, 2) == key_of()  # 2 ranks of 2 sequences, and 4 sequences
+    assert result_key(config, 2) == key_of()  # 2 ranks of 2 sequences equal 4 sequences
 
 
 def test_other_content_of_the_data_is_another_run(folder):
-    """It is recorded with the run; that of an older version's run, and of missing data, is unknown."""
+    """The content is recorded with the run. For runs of older versions and for missing data it is unknown."""
     finish("pc.toml", ["--data.path=shards"], folder / "outputs" / "by-hand")
     config, before = load_config("pc.toml", ["--data.path=shards"]), equal_runs.read_result_key(Path("outputs/by-hand"))
     assert not differing_keys(before, result_key(config))
@@ -134,7 +134,7 @@ def test_other_content_of_the_data_is_another_run(folder):
 
 
 def test_other_content_of_what_a_run_starts_from_is_another_run(folder):
-    """A base that is trained anew into the same folder."""
+    """As if a base model were trained again into the same folder."""
     words = ["--checkpoint.enable", "--checkpoint.initial_load_path=base"]
     before = result_key(load_config("pc.toml", words))
     Path("base").mkdir()
@@ -143,11 +143,11 @@ def test_other_content_of_what_a_run_starts_from_is_another_run(folder):
         Path("base/XXH128SUMS").write_text(content)
         sums.append(result_key(load_config("pc.toml", words)))
     assert differing_keys(*sums) == ["content of checkpoint.initial_load_path"]
-    assert not differing_keys(before, sums[0])  # of an older version's run it is not known
+    assert not differing_keys(before, sums[0])  # unknown content counts as equal
 
 
 def test_a_start_of_unknown_content_is_not_equal(folder):
-    """As of a folder of weights from elsewhere, which has no checksums: it may have others now."""
+    """As with a folder of weights from elsewhere, which has no checksums: the weights may have changed."""
     (folder / "pc.toml").write_text(CONFIG + '[checkpoint]\nenable = true\ninitial_load_path = "given"\n')
     finish("pc.toml", ["--pc.level=3"], folder / "outputs" / "by-hand")
     assert equal_runs.group_runs([load("level.toml")])[0].state == "waiting"
@@ -157,14 +157,14 @@ def test_a_start_of_unknown_content_is_not_equal(folder):
     assert equal_runs.group_runs([load("level.toml")])[0].state == "finished"
 
 
-def test_batches_that_nobody_knows_are_not_equal(folder):
+def test_unknown_batch_sizes_are_not_equal(folder):
     (folder / "pc.toml").write_text(CONFIG.replace("global_batch_size = 4\n", ""))
     finish("pc.toml", ["--pc.level=3"], folder / "outputs" / "by-hand")
     assert equal_runs.group_runs([load("level.toml")])[0].state == "waiting"
 
 
 def test_a_link_to_a_run_on_a_disk_that_is_gone_stays(folder):
-    """Until it has something to lead to."""
+    """Until an equal run has finished elsewhere."""
     link = folder / "outputs/sweeps/level/level-3"
     link.parent.mkdir(parents=True)
     link.symlink_to(folder / "gone")
@@ -176,8 +176,8 @@ def test_a_link_to_a_run_on_a_disk_that_is_gone_stays(folder):
 
 
 @pytest.mark.parametrize("text", ["[1]", "[" * 100_000, "\xff"], ids=range(3))
-def test_damaged_data_are_not_known(folder, text):
-    """A plan goes on; the run that opens them says what is damaged."""
+def test_the_content_of_damaged_data_is_unknown(folder, text):
+    """A plan continues; the run that opens the data will report the damage."""
     Path("shards").mkdir()
     Path("shards/manifest.json").write_text(text, encoding="latin-1")
     assert result_key(load_config("pc.toml", ["--data.path=shards"])) == key_of("--data.path=shards")
@@ -192,7 +192,7 @@ def test_a_seed_is_trained_in_all_arms_before_the_next(folder, trained):
     ]  # fmt: skip
 
 
-def test_a_run_that_goes_on_on_another_processor_keeps_the_first(folder, monkeypatch):
+def test_a_run_that_continues_on_another_processor_records_both(folder, monkeypatch):
     config = load_config("pc.toml")
     Path("run").mkdir()
     for vendor in ("AuthenticAMD", "GenuineIntel", "GenuineIntel"):
@@ -207,7 +207,7 @@ def test_a_run_that_goes_on_on_another_processor_keeps_the_first(folder, monkeyp
 def test_equal_runs_of_two_sweeps_and_of_a_config_are_trained_once(folder, trained, capsys):
     finish("pc.toml", ["--pc.level=3"], folder / "outputs" / "by-hand")
     with open(folder / "outputs" / "by-hand" / "config.toml", "a") as config:
-        config.write("[of_the_past]\nkey = 1\n")  # by another version
+        config.write("[of_the_past]\nkey = 1\n")  # written by another version
     sweeps = [load("level.toml"), load("blocks.toml")]
     text = budget.table(sweeps, 400.0, 1)
     assert "level/level-3 " in text and "finished as outputs/by-hand" in text
@@ -249,7 +249,7 @@ def test_a_started_run_is_trained_to_its_end_though_an_equal_one_has_finished(fo
 def test_a_sweep_goes_on_when_it_grows_and_refuses_what_was_trained_otherwise(folder, trained):
     train_all([load("level.toml")])
     (folder / "level.toml").write_text('configs = ["pc.toml"]\n[axes]\n"pc.level" = [1, 3, 4]\n')
-    (folder / "pc.toml").write_text(CONFIG + "[metrics]\nlog_freq = 3\n")  # decides no result
+    (folder / "pc.toml").write_text(CONFIG + "[metrics]\nlog_freq = 3\n")  # does not affect results
     equal_runs.require_unchanged(load("level.toml"))
     train_all([load("level.toml")])
     assert [Path(name).name for name in trained] == ["level-3", "level-4", "level-1"]
@@ -259,7 +259,7 @@ def test_a_sweep_goes_on_when_it_grows_and_refuses_what_was_trained_otherwise(fo
 
 
 def test_a_sweep_that_gets_seeds_keeps_what_it_has_and_others_find_what_it_adds(folder, trained):
-    """Then seed-0 is a link to the run in whose folder seed-1 lies."""
+    """Then seed-0 is a link to its own parent folder, where seed-1 is."""
     (folder / "pc.toml").write_text(f"{CONFIG}[debug]\nseed = 0\n")
     first = 'configs = ["pc.toml"]\n[axes]\n"pc.level" = [3]\n'
     (folder / "level.toml").write_text(first)
@@ -275,7 +275,7 @@ def test_a_sweep_that_gets_seeds_keeps_what_it_has_and_others_find_what_it_adds(
 
 
 def test_a_run_of_changed_settings_is_not_an_equal_run(folder, trained):
-    """Its config.toml is that of its last part only."""
+    """Its config.toml describes only its last part."""
     by_hand = folder / "outputs" / "by-hand"
     finish("pc.toml", ["--pc.level=3"], by_hand)
     changed = load_config("pc.toml", ["--pc.level=3", "--optimizer.lr=2e-3"])
@@ -292,7 +292,7 @@ def test_a_run_of_changed_settings_is_not_an_equal_run(folder, trained):
     write_config(load_config("pc.toml", ["--optimizer.lr=2e-3"]), in_sweep / "config.toml")
     with pytest.raises(UserError, match="level-3 was trained with several configurations"):
         equal_runs.require_unchanged(load("level.toml"))
-    run_folder.keep_earlier_config(in_sweep, now, 0)  # from the start again
+    run_folder.keep_earlier_config(in_sweep, now, 0)  # it begins from the start again
     assert not (in_sweep / "config.1.toml").exists()
 
 
@@ -329,7 +329,7 @@ def test_equal_runs_are_queued_once(folder, monkeypatch):
 
 @pytest.mark.parametrize("what", ["torch", "files", None])
 def test_a_run_of_other_code_is_not_reused(folder, trained, capsys, what):
-    """After a mended bug the old result would come back in silence. The control is a run of the same code."""
+    """After a bug fix the old result would silently come back. The control is a run of the same code."""
     finish("pc.toml", ["--pc.level=3"], folder / "outputs" / "by-hand")
     record = json.dumps({"code": code_version() | ({what: "other"} if what else {})})
     (folder / "outputs" / "by-hand" / "environment.json").write_text(record)
@@ -355,7 +355,7 @@ def test_a_run_of_another_sweep_and_of_other_code_is_not_reused(folder, trained,
 
 
 def test_a_run_that_diverged_is_tried_again_once(folder, trained):
-    """Not through each link to it."""
+    """Not again through each link to it."""
     finish("pc.toml", [], folder / "outputs/sweeps/level/level-4", state="diverged")
     both = [load("level.toml"), load("blocks.toml")]
     equal_runs.take_over(both, 1)
@@ -371,8 +371,8 @@ def test_a_run_whose_settings_cannot_be_read_is_not_taken_for_an_unchanged_one(f
         equal_runs.require_unchanged(load("level.toml"))
 
 
-def test_equal_runs_are_not_looked_for_where_that_is_refused(folder, monkeypatch):
-    """Else a run would be trained again."""
+def test_a_folder_that_cannot_be_listed_ends_the_search_for_equal_runs(folder, monkeypatch):
+    """Otherwise a run would be trained again."""
     finish("pc.toml", ["--pc.level=3"], folder / "outputs" / "by-hand")
     real = os.scandir
 
@@ -408,7 +408,8 @@ def test_a_run_that_ended_while_its_lock_was_waited_for_is_not_trained_again(fol
 
 
 def test_a_run_that_other_code_began_is_not_reused(folder):
-    """Stopped, mended and continued. The controls begin anew, and go on with the same code on more processes."""
+    """It was stopped, the code was fixed, and it continued. The controls start again, or continue with the same code on more
+    processes."""
     by_hand, config = folder / "outputs" / "by-hand", load_config("pc.toml", ["--pc.level=3"])
     finish("pc.toml", ["--pc.level=3"], by_hand)
     (by_hand / "environment.json").write_text(
@@ -427,7 +428,7 @@ def test_a_run_that_other_code_began_is_not_reused(folder):
 
 
 def test_a_batch_that_depends_on_the_ranks_is_compared(folder, command):
-    """A run of 8 ranks is not reused where their number is not known, nor is its sweep continued on 1."""
+    """A run of 8 ranks is not reused if the number of ranks is unknown, and its sweep is not continued on 1."""
     (folder / "pc.toml").write_text(CONFIG.replace("global_batch_size = 4\n", ""))
     by_hand, one = folder / "outputs" / "by-hand", folder / "outputs/sweeps/level/level-3"
     finish("pc.toml", ["--pc.level=3"], by_hand)
@@ -441,7 +442,7 @@ def test_a_batch_that_depends_on_the_ranks_is_compared(folder, command):
 
 @pytest.mark.parametrize("name", ["config.toml", "environment.json"])
 @pytest.mark.parametrize("text", ["[1]", "[" * 100_000, "\xff"], ids=range(3))
-def test_a_damaged_record_below_outputs_ends_no_plan(folder, name, text):
+def test_a_damaged_record_below_outputs_does_not_end_a_plan(folder, name, text):
     finish("pc.toml", ["--pc.level=3"], folder / "outputs" / "by-hand")
     (folder / "outputs" / "by-hand" / name).write_text(text, encoding="latin-1")
     assert [group.state for group in equal_runs.group_runs([load("level.toml")])] == ["waiting", "waiting"]

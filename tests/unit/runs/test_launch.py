@@ -1,4 +1,4 @@
-"""The command that trains: how many processes, what it needs of the machine, what becomes of signals and last words."""
+"""The command that trains: how many processes it starts, what the machine must have, how it treats signals and errors."""
 
 import json
 import os
@@ -26,7 +26,7 @@ from pc_recipe.train.upstream_config import JobConfig
 
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
-    """machine(gpus that torch sees, gpus that SLURM gave, whether there is a device file, NGPU)"""
+    """machine(GPUs that torch sees, GPUs that SLURM gave, whether there is a device file, NGPU)"""
 
     def machine(seen: int, given: int | None = None, device: bool = False, wish: str = "") -> None:
         monkeypatch.setattr(torch.cuda, "device_count", lambda: seen)
@@ -65,12 +65,12 @@ def test_gpus_that_are_missing_or_that_torch_cannot_use(machine, monkeypatch):
             with pytest.raises(UserError, match="has GPUs that torch .* cannot use"):
                 trains()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert launch.count_processes() == 1  # as wished
+    assert launch.count_processes() == 1  # as requested
 
 
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.soak)])
-def test_ranks_of_one_machine_listen_on_the_loopback_alone(machine, monkeypatch, tmp_path, processes):
-    """torch's stores of TCP listen everywhere, and what is in them is unpickled. A cluster's profile may name an interface."""
+def test_ranks_of_one_machine_listen_only_on_the_loopback(machine, monkeypatch, tmp_path, processes):
+    """torch's TCP stores listen everywhere, and their content is unpickled. A cluster's profile may name an interface."""
     machine(0)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "of_the_cluster")
     monkeypatch.setattr(launch, "TRAINER", "helpers.listens")
@@ -85,13 +85,13 @@ def test_ranks_of_one_machine_listen_on_the_loopback_alone(machine, monkeypatch,
 
 @pytest.mark.parametrize("name, value", [("PET_NNODES", "2"), ("PET_STANDALONE", "1")])
 def test_torchrun_takes_no_options_from_outside(monkeypatch, name, value):
-    """With these it waits for another machine, or meets in a file of the current folder."""
+    """With these options it would wait for another machine, or use a file of the current folder."""
     monkeypatch.setenv(name, value)
     assert name not in launch.build_environment(1)
 
 
 def test_compiled_code_is_not_loaded_from_a_common_folder(monkeypatch, tmp_path):
-    """In /tmp another user may have made it first."""
+    """In /tmp another user may have made the folder first."""
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     (tmp_path / "tmp").mkdir()
@@ -127,7 +127,7 @@ def test_find_failure_reads_the_newest_attempt(tmp_path):
     assert launch.find_failure(tmp_path) is None
     log("a", 0, "error: of yesterday\n", age=90000)
     lock(tmp_path).close()
-    assert launch.find_failure(tmp_path) is None  # an attempt that has said nothing yet
+    assert launch.find_failure(tmp_path) is None  # an attempt that has written nothing yet
     log("b", 0, "step 1\n")
     log("b", 1, "step 1\nTraceback (most recent call last):\n  File\nRuntimeError: no more\n")
     assert launch.find_failure(tmp_path).startswith("rank 1 ended with 'RuntimeError: no more'; its log is ")
@@ -135,7 +135,7 @@ def test_find_failure_reads_the_newest_attempt(tmp_path):
     assert launch.find_failure(tmp_path) == "error: x.y = 1 is wrong\nerror: z too"
 
 
-# what TorchTitan calls of the package; the page is the one in the environment, as in the real init
+# the functions of the package that TorchTitan calls; like the real init, it takes the page from the environment
 WANDB = """
 import os
 run, lines = None, []
@@ -174,7 +174,7 @@ def test_every_attempt_continues_one_page_of_weights_and_biases(tmp_path, monkey
         join_lock(tmp_path / "outputs/sweep/one").close()
         assert start("outputs/sweep/one") == (*page, 1e-3)
         assert start("two")[2] != page[2]
-        shutil.rmtree(tmp_path / "outputs/sweep/one")  # it is trained anew
+        shutil.rmtree(tmp_path / "outputs/sweep/one")  # it is trained from the start again
         assert start("outputs/sweep/one")[2] != page[2]
         page[2] = start("outputs/sweep/one")[2]
         monkeypatch.setenv("WANDB_PROJECT", "ours")
@@ -196,7 +196,7 @@ time.sleep(60)
 
 @pytest.fixture
 def signalled(tmp_path, monkeypatch):
-    """signalled(a command's handler of SIGUSR2, what to do once it is ready, under_slurm): (its status, its words)"""
+    """signalled(a command's handler of SIGUSR2, what to do once it is ready, under_slurm): (its status, its output)"""
 
     def run(handler: str, send, under_slurm: bool = False) -> tuple[int, str]:
         monkeypatch.setattr(launch, "SECONDS_BETWEEN_PROGRESS_LINES", 0.1)
@@ -233,14 +233,14 @@ def _send(*numbers):
     [(signal.SIGUSR2, False, 7), (signal.SIGTERM, True, 7), *((number, False, 128 + number) for number in ENDS)],
 )
 def test_a_signal_asks_the_command_to_save(signalled, number, under_slurm, status):
-    """The status after Ctrl-C ends a sweep; SLURM's task, which is signalled before a preemption, must know the run's.
-    The lock is the command's too: a launcher that is killed alone leaves a trainer in the folder."""
+    """The status after Ctrl-C ends a sweep; a SLURM task, which is signalled before a preemption, needs the run's status.
+    The command holds the lock too, because a launcher that is killed alone leaves a trainer in the folder."""
     assert signalled("save", _send(number), under_slurm) == (status, "ready\nsaved\n")
 
 
 @pytest.mark.parametrize("number", [*ENDS, signal.SIGQUIT])
 def test_a_signal_that_was_ignored_stays_ignored(signalled, number):
-    """A script's `command &` and nohup start it so: Ctrl-C in the terminal is not meant for it."""
+    """As when a script's `command &` or nohup starts it: Ctrl-C in the terminal is not meant for it."""
     before = signal.signal(number, signal.SIG_IGN)
     try:
         assert signalled("save", _send(number, signal.SIGUSR2)) == (7, "ready\nsaved\n")
@@ -250,13 +250,13 @@ def test_a_signal_that_was_ignored_stays_ignored(signalled, number):
 
 @pytest.mark.parametrize("asked", [False, True])
 def test_a_signal_that_comes_twice_at_once_is_one(signalled, monkeypatch, asked):
-    """`timeout` sends it to the process and to the process's group, and other wishes to stop may precede it."""
+    """`timeout` sends it to the process and to its group; another request to stop may precede it."""
     monkeypatch.setattr(launch, "SECONDS_OF_ONE_REQUEST", 0.3)
 
     def send() -> None:
         if asked:
             os.kill(os.getpid(), signal.SIGUSR2)
-            time.sleep(0.4)  # of the 0.5 s that saving takes
+            time.sleep(0.4)  # saving takes 0.5 s
         _send(signal.SIGTERM, signal.SIGTERM)()
 
     assert signalled("save", send) == (128 + signal.SIGTERM, "ready\nsaved\n")

@@ -1,4 +1,4 @@
-"""The machines of a run: their places, and the interface between them."""
+"""The machines of a run: their ranks, and the network interface between them."""
 
 import pytest
 

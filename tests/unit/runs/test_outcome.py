@@ -1,11 +1,11 @@
-"""What a run came to, in a line."""
+"""The line that reports the outcome of a run."""
 
 from helpers.made_runs import write_run
 from pc_recipe.runs.outcome import describe_outcome
 
 
 def test_speed_is_of_the_steps_that_were_timed(tmp_path):
-    """Losses are logged every tenth step here, and a validation after the last."""
+    """Here every tenth step is logged, and a validation follows the last step."""
     lines = [
         {"step": step, "tokens": 10 * step, "loss": 3.0 - step / 100, "step_seconds": 2.0, "validation_loss": 3.0}
         for step in (1, 10, 20)

@@ -1,4 +1,4 @@
-"""docs/reproduce.md and scripts/reproduce_debug.py name the same rows, and files that are there."""
+"""docs/reproduce.md and scripts/reproduce_debug.py name the same rows, and files that exist."""
 
 import importlib.util
 import re
@@ -18,7 +18,7 @@ reproduce = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(reproduce)
 
 
-def test_every_row_of_the_document_is_run_and_the_other_way_round():
+def test_document_and_script_have_the_same_rows():
     text = (ROOT / "docs" / "reproduce.md").read_text()
     table = [line.split("|") for line in text.splitlines() if line.startswith("| ") and line.count("|") == 7]
     named = {row for cells in table for row in re.findall(r"`([a-z-]+)`", cells[2])}
@@ -31,7 +31,7 @@ def test_every_row_of_the_document_is_run_and_the_other_way_round():
 
 
 def test_the_sweeps_at_debug_size_are_the_papers(monkeypatch):
-    """The same axes, one level of equal runs shared, and a config that trains here."""
+    """They have the same axes, share equal runs, and use a config that trains on this machine."""
     monkeypatch.chdir(ROOT)
     sweeps = [load(path) for path in reproduce.sweeps(*reproduce.SWEEPS)]
     by_name = dict(zip(reproduce.SWEEPS, sweeps, strict=True))

@@ -9,7 +9,7 @@ from pc_recipe.files.run_folder import parse_model
 
 
 def _score(run, tmp_path):
-    """The script's result; of Python only the search runs, and other commands are listed."""
+    """The script's result; of its Python commands only the search runs, and the others are printed."""
     python = tmp_path / "python"
     python.write_text(f'#!/bin/bash\n[[ $1 == -* ]] && exec {sys.executable} "$@"\necho "$@"\n')
     python.chmod(0o755)
@@ -29,7 +29,7 @@ def test_the_newest_complete_step_n_is_scored(tmp_path):
 
 
 def test_a_folder_with_an_equals_sign_is_scored(tmp_path):
-    """A sweep names folders so."""
+    """Sweeps make such names."""
     exported = tmp_path / "level-o=4+ffn=2" / "hugging_face" / "step-9"
     checkpoint = tmp_path / "level-o=4+ffn=2" / "checkpoint" / "step-9"
     for file in (checkpoint / ".metadata", exported / "config.json"):
@@ -39,8 +39,8 @@ def test_a_folder_with_an_equals_sign_is_scored(tmp_path):
     assert parse_model(model) == ("level-o-4+ffn-2", exported)
 
 
-def test_an_export_of_the_same_step_before_is_not_scored(tmp_path):
-    """The run went back, and was trained on with other data."""
+def test_an_older_export_of_the_same_step_is_not_scored(tmp_path):
+    """The run went back to an earlier step and continued with other data."""
     exported = tmp_path / "run" / "hugging_face" / "step-9" / "config.json"
     index = tmp_path / "run" / "checkpoint" / "step-9" / ".metadata"
     for file in (index, exported):
@@ -48,10 +48,10 @@ def test_an_export_of_the_same_step_before_is_not_scored(tmp_path):
         file.touch()
     assert "export_hf.py" not in _score(tmp_path / "run", tmp_path).stdout
     os.utime(exported, (0, 0))
-    # which says that the folder exists already, and ends the job
+    # that command will fail because the folder exists, which ends the job
     assert f"export_hf.py {index.parent} {exported.parent}" in _score(tmp_path / "run", tmp_path).stdout
 
 
-def test_a_run_without_a_checkpoint_is_said_in_a_line(tmp_path):
+def test_a_run_without_a_checkpoint_is_a_one_line_error(tmp_path):
     done = _score(tmp_path, tmp_path)
     assert done.returncode and not done.stdout and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1

@@ -1,4 +1,4 @@
-"""What run folders say, and which run is chosen, on run folders written by hand."""
+"""What run folders say, and which run is chosen; the folders are written by hand."""
 
 import errno
 import math
@@ -49,7 +49,7 @@ def end_all(sweep, *finals: float) -> None:
 
 def test_the_lowest_stable_run_is_chosen(sweep, tmp_path):
     end_all(sweep, 4.5, 4.0, 4.2)
-    end(sweep.runs[3], 3.0, losses=SPIKY)  # lowest of all, yet unstable
+    end(sweep.runs[3], 3.0, losses=SPIKY)  # the lowest, but unstable
     said = select(sweep)
     assert "optimizer.lr = 0.002, validation_loss 4.0000" in said
     chosen = tmp_path / "out" / "selected-tiny.toml"
@@ -77,7 +77,7 @@ def test_only_runs_that_finished_with_a_loss_are_counted(sweep):
 
 
 def test_a_final_loss_is_that_of_the_last_step(sweep):
-    """A crash of the machine may lose the end of the log, but not status.json."""
+    """After a crash of the machine, the end of the log may be lost, but not status.json."""
     end_all(sweep, 4.5, 4.4, 4.6, 4.7)
     log = sweep.runs[0].folder / "metrics.jsonl"
     log.write_text(log.read_text().replace('"validation_loss": 4.5', '"other": 4.5'))
@@ -148,7 +148,7 @@ def test_a_dead_run_that_said_running_is_interrupted(tmp_path):
             lock(tmp_path)
     with lock(tmp_path), join_lock(tmp_path):  # a launcher and its rank
         assert read_state(tmp_path).state == "running"
-    assert {path.stat().st_mode & 0o777 for path in tmp_path.glob("lock*")} == {0o600}  # no reader can hold them
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.glob("lock*")} == {0o600}  # other users cannot hold them
 
 
 @pytest.mark.parametrize(
@@ -166,14 +166,14 @@ def test_a_dead_run_that_said_running_is_interrupted(tmp_path):
     ids=range(8),
 )
 def test_a_damaged_status_is_that_of_an_interrupted_run(tmp_path, text):
-    """In one run below outputs/ it ended every sweep's plan and status in a traceback."""
+    """One such run in outputs/ must not end every sweep's plan and status with a traceback."""
     (tmp_path / "status.json").write_text(text, encoding="latin-1")
     state = read_state(tmp_path)
     assert (state.state, state.step) == ("interrupted", 0) and "status.json cannot be read" in state.reason
 
 
-def test_whether_ranks_live_is_not_known_where_their_lock_cannot_be_read(tmp_path, monkeypatch):
-    """As where a server has forgotten the file; a second trainer would start beside them."""
+def test_ranks_whose_lock_cannot_be_read_are_not_taken_for_dead(tmp_path, monkeypatch):
+    """As if a file server had lost the file; otherwise a second trainer would start beside the ranks."""
 
     def refuse(file, *rest):
         if Path(file).name == "lock.ranks":

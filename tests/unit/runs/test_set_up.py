@@ -18,7 +18,7 @@ DEBUG = "train_configs/debug.toml"
 
 
 def make_checkout(folder: Path, python: str) -> tuple[Path, Path]:
-    """The files that set a project up, and an environment whose python is this line of shell."""
+    """The files that set up the project, and an environment whose python is this line of shell."""
     checkout, environment = folder / "checkout", folder / "environment"
     for name in ("run_llama_train.sh", "pyproject.toml", "constraints.txt", "scripts/set_up.sh", DEBUG):
         (checkout / name).parent.mkdir(parents=True, exist_ok=True)
@@ -37,7 +37,7 @@ def run(checkout: Path, environment: Path, *words: str, **others: str) -> subpro
 
 
 def make_set_up(folder: Path) -> tuple[Path, Path]:
-    """An environment in which all is installed: its python says what it is given."""
+    """An environment in which everything is installed; its python prints its arguments."""
     checkout, environment = make_checkout(folder, 'case "$1" in -c) exit 0;; *) echo "$PWD|$*";; esac')
     needs = [(checkout / name).read_bytes() for name in ("pyproject.toml", "constraints.txt")]
     digest = hashlib.sha256(b"".join(needs)).hexdigest()
@@ -81,20 +81,20 @@ def test_help_installs_nothing(tmp_path, words):
     assert run(checkout, environment, *words).stdout.endswith(f"{' '.join(words[words[0] == DEBUG :])}\n")
 
 
-def test_set_up_alone(tmp_path):
+def test_setup_ends_with_the_script_that_activates(tmp_path):
     checkout, environment = make_set_up(tmp_path)
     assert run(checkout, environment, "--setup").stdout.split()[-1] == f"{environment}/bin/activate"
 
 
-def test_what_is_installed_into_an_active_environment_is_said(tmp_path):
+def test_what_is_installed_into_an_active_environment_is_reported(tmp_path):
     checkout, environment = make_checkout(tmp_path, "exit 0")
     done = run(checkout, environment)
     assert done.returncode == 0, done.stderr
     assert f"into {environment}\nIt was active: packages in it change to the versions of constraints.txt" in done.stdout
 
 
-def test_no_file_of_the_folder_where_it_is_called_is_run(tmp_path):
-    """`python -m pip` runs a pip.py of the folder that it starts in."""
+def test_no_file_of_the_current_folder_is_run(tmp_path):
+    """`python -m pip` would run a pip.py of the current folder."""
     checkout, environment = make_checkout(tmp_path, 'echo "$PWD" >>"$MARK"')
     (tmp_path / "data").mkdir()
     outside = {"PATH": os.environ["PATH"], "VIRTUAL_ENV": str(environment), "MARK": str(tmp_path / "mark")}
@@ -124,7 +124,7 @@ def test_two_starts_install_one_after_the_other(tmp_path):
     assert said == ["begins", "ends"] * (len(said) // 2) and said
 
 
-def test_what_others_publish_is_named_by_what_cannot_be_moved():
+def test_third_party_code_is_pinned():
     assert re.findall("repo: (.*)", (ROOT / ".pre-commit-config.yaml").read_text()) == ["local"]
     pinned = (ROOT / "constraints.txt").read_text()
     for file in (ROOT / ".github" / "workflows").iterdir():
@@ -136,7 +136,7 @@ def test_what_others_publish_is_named_by_what_cannot_be_moved():
 
 
 def test_constraints_fit_the_requirements():
-    """Every requirement but torch and triton has one pinned version, and it is in the range that pyproject.toml gives."""
+    """Every requirement but torch and triton is pinned, to a version in the range that pyproject.toml gives."""
     lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
     pinned = {canonicalize_name(name): version for name, version in (line.split("==") for line in lines)}
     assert len(pinned) == len(lines)

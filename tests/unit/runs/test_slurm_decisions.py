@@ -61,7 +61,7 @@ THRICE = [0, 0, 1]
         ("stopped", 0, THRICE, "failed"),  # no checkpoint in three attempts: a fourth would change nothing
         *((state, slurm.MISTAKE, [2], "failed") for state in ("stopped", "running", "failed")),
         ("diverged", slurm.MISTAKE, [2], "diverged"),
-        # a crash is tried twice more; "stopped" is of an attempt before it
+        # after a crash there are two more tries; "stopped" is the state of an earlier attempt
         *((state, 137, THRICE, "failed") for state in ("running", "failed", "stopped", None)),
     ],
 )
@@ -83,7 +83,7 @@ def test_what_becomes_of_a_job(run, requeued, capfd, state, status, answers, end
 def test_a_new_checkpoint_gives_new_tries(run, requeued, state, status):
     say(run, state)
     assert [requeue_or_end(run, status) for _ in range(2)] == [0, 0]
-    (run.folder / "attempts.json").write_text("{")  # cut short on a full disk: as if there were none
+    (run.folder / "attempts.json").write_text("{")  # a file cut short by a full disk counts as none
     checkpoint = run.folder / "checkpoint" / "step-5"
     checkpoint.mkdir(parents=True)
     (checkpoint / ".metadata").touch()
@@ -92,7 +92,7 @@ def test_a_new_checkpoint_gives_new_tries(run, requeued, state, status):
 
 
 def test_a_new_job_has_all_its_tries(run, requeued, monkeypatch):
-    """Whatever mistakes and crashes earlier jobs of the run ended with; and a mistake is no try."""
+    """However earlier jobs of the run ended. A mistake does not count as a try."""
     say(run, "running")
     assert [requeue_or_end(run, status) for status in (slurm.MISTAKE, slurm.MISTAKE, 1, 1, 1)] == [2, 2, *THRICE]
     monkeypatch.setenv("SLURM_JOB_ID", "18")
@@ -111,7 +111,7 @@ def test_a_second_job_leaves_the_state_of_the_run_that_another_trains(run, reque
 
 
 def test_a_requeued_job_waits_for_the_locks_of_a_lost_node(run, monkeypatch):
-    """A network file system lets go of them later."""
+    """A network file system releases them later."""
     monkeypatch.setattr(slurm.launch, "count_processes", lambda: sys.exit("the lock is had"))
     for restarts, answer in (("0", UserError), ("1", SystemExit)):
         monkeypatch.setenv("SLURM_RESTART_COUNT", restarts)
@@ -136,13 +136,13 @@ def test_what_ranks_said_decides_whether_another_try_helps(run, requeued, capsys
     lock(run.folder).close()
     say(run, "failed")
     log.write_text("failed: step-4 could not be written (rank 3: No space left on device)\n")
-    assert requeue_or_end(run, 1) == 0 and len(requeued) == 1  # perhaps there is space later
+    assert requeue_or_end(run, 1) == 0 and len(requeued) == 1  # there may be space later
     log.write_text("Traceback (most recent call last):\nUserError: x\nerror: x.y = 1 is wrong\nerror: z too\n")
-    assert requeue_or_end(run, 1) == 2 and len(requeued) == 1  # a mistake comes back at every try
+    assert requeue_or_end(run, 1) == 2 and len(requeued) == 1  # a mistake would recur in every try
     assert capsys.readouterr().out.endswith("\nerror: x.y = 1 is wrong\nerror: z too\n")
 
 
-def test_what_sbatch_refuses_is_one_line_with_the_command_that_shows_what_there_is(tmp_path, monkeypatch):
+def test_a_refusal_by_sbatch_is_one_line_that_names_sinfo(tmp_path, monkeypatch):
     sbatch = tmp_path / "sbatch"
     sbatch.write_text(
         "#!/bin/sh\necho 'sbatch: error: invalid partition specified: mian\nsbatch: error: No job' >&2\nexit 1\n"
@@ -154,7 +154,7 @@ def test_what_sbatch_refuses_is_one_line_with_the_command_that_shows_what_there_
         slurm.submit_job(tmp_path / "run", [], [])
 
 
-def test_what_sbatch_says_of_a_job_is_handed_on(tmp_path, monkeypatch, capsys):
+def test_messages_of_sbatch_are_passed_on(tmp_path, monkeypatch, capsys):
     """As with --test-only, which queues nothing."""
     sbatch = tmp_path / "sbatch"
     sbatch.write_text("#!/bin/sh\necho 'sbatch: Job 3 to start at noon' >&2\n")
@@ -178,7 +178,7 @@ def test_an_open_quote_in_options_is_a_clear_error(command):
     assert status == 2 and "the checks would not see --nodes=4; give --nodes and --gpus-per-node" in error
 
 
-def test_a_percent_sign_in_a_folder_is_no_pattern_of_slurm(tmp_path, monkeypatch):
+def test_a_percent_sign_in_a_folder_is_not_a_pattern_of_slurm(tmp_path, monkeypatch):
     words = []
     done = type("Done", (), {"returncode": 0, "stdout": "17", "stderr": ""})
     monkeypatch.setattr(slurm.subprocess, "run", lambda given, **_: words.extend(given) or done)
@@ -203,7 +203,7 @@ def test_a_percent_sign_in_a_folder_is_no_pattern_of_slurm(tmp_path, monkeypatch
     ],
 )
 def test_a_limit_that_is_too_short_without_requeue_is_refused(monkeypatch, options, environment, limit):
-    """Of 54 hours. Formats are those of sbatch's manual."""
+    """The run takes 54 hours. The formats are those of sbatch's manual."""
     for name in ("SBATCH_TIMELIMIT", "SBATCH_REQUEUE", "SBATCH_NO_REQUEUE"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
@@ -222,11 +222,11 @@ def test_a_limit_that_is_too_short_without_requeue_is_refused(monkeypatch, optio
 
 @pytest.mark.parametrize("change", ["edited", "gone"])
 def test_a_job_trains_and_judges_the_run_that_was_submitted(monkeypatch, tmp_path, tiny_shards, change):
-    """Though its TOML is then that of the next run."""
+    """Even if its TOML has been edited for the next run, or deleted."""
     sent = []
     done = type("Done", (), {"returncode": 0, "stdout": "17", "stderr": ""})
     monkeypatch.setattr(slurm.subprocess, "run", lambda words, env, **_: sent.append(words) or sent.append(env) or done)
-    monkeypatch.setenv("NGPU", "1")  # of this shell
+    monkeypatch.setenv("NGPU", "1")  # this shell's
     config = tmp_path / "run.toml"
     config.write_text(f'[job]\ndump_folder = "{tmp_path}/first"\n[data]\npath = "{tiny_shards}"\n')
     found, find_gpu = [], micro_batch.find_gpu
@@ -236,7 +236,7 @@ def test_a_job_trains_and_judges_the_run_that_was_submitted(monkeypatch, tmp_pat
     config.write_text(config.read_text().replace("first", "second")) if change == "edited" else config.unlink()
     submitted = slurm.read_run(sent[0][-1:])
     assert submitted.folder == tmp_path / "first" and submitted.resolved.training.steps == 3
-    assert "NGPU" not in sent[1] and found == [79.0]  # not None, which is a GPU of this machine
+    assert "NGPU" not in sent[1] and found == [79.0]  # None would mean a GPU of this machine
     if change == "edited":
         run = tmp_path / "second"
         write_config(load_config(config, words), run / "config.toml")
@@ -248,7 +248,7 @@ def test_a_job_trains_and_judges_the_run_that_was_submitted(monkeypatch, tmp_pat
 
 
 def test_submit_says_what_a_dry_run_says(command, monkeypatch, tmp_path, tiny_shards):
-    """With the warnings, and the time limit."""
+    """Including the warnings; and it adds the time limit."""
     sent = []
     done = type("Done", (), {"returncode": 0, "stdout": "17", "stderr": ""})
     monkeypatch.setattr(slurm.subprocess, "run", lambda words, **_: sent.append(words) or done)

@@ -1,4 +1,4 @@
-"""What a sweep says of a run whose trainer ended without a word of its own."""
+"""What a sweep reports about a run whose trainer ended without reporting a reason."""
 
 import errno
 import os
@@ -40,7 +40,7 @@ Root Cause (first observed failure):
     ],
 )
 def test_step_and_reason_are_this_attempts(tmp_path, monkeypatch, words, reason, state):
-    """What is said of an earlier attempt, in status.json or train.log, is not said again."""
+    """The reason of an earlier attempt, in status.json or train.log, is not repeated."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(launch, "build_command", lambda *_: ([sys.executable, "-c", words], dict(os.environ)))
     (tmp_path / "base.toml").write_text("[training]\nsteps = 20\n")
@@ -62,7 +62,7 @@ def test_a_trainers_own_reason_stays(tmp_path, monkeypatch):
 
 
 def test_a_mistake_in_one_run_is_that_runs_failure(tmp_path, monkeypatch):
-    """The next one of the sweep starts."""
+    """It must not keep the next run of the sweep from starting."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "base.toml").write_text("")
 
@@ -74,8 +74,8 @@ def test_a_mistake_in_one_run_is_that_runs_failure(tmp_path, monkeypatch):
     assert (read_state(tmp_path).state, read_state(tmp_path).reason) == ("failed", "no C++ compiler")
 
 
-def test_what_goes_wrong_with_a_progress_line_ends_no_training(tmp_path, monkeypatch):
-    """Such as a disk that answers once with an error, or a terminal that is gone; the trainer would go on alone."""
+def test_an_error_in_a_progress_line_does_not_end_the_training(tmp_path, monkeypatch):
+    """Such as one read error of a disk, or a closed terminal: without its launcher, the trainer would go on alone."""
     monkeypatch.setattr(launch, "SECONDS_BETWEEN_PROGRESS_LINES", 0)
     asked = []
 
@@ -101,5 +101,5 @@ def test_a_run_that_diverged_before_its_first_line_is_a_result(tmp_path, monkeyp
     "status, said", [(0, ""), (1, ""), (2, ""), (128 + signal.SIGTERM, "killed by SIGTERM"), (128 + 35, ""), (255, "")]
 )
 def test_find_kill(status, said):
-    """No signal has one of the last two."""
+    """The last two statuses do not stand for a signal."""
     assert launch.find_kill(status, "Signal 9 (SIGKILL)") == said

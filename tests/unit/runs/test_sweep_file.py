@@ -9,7 +9,7 @@ from pc_recipe.runs.sweep.spec import label, load
 
 @pytest.fixture
 def sweep(tmp_path, monkeypatch):
-    """Loads the text of a sweep over a config; the working directory is their folder."""
+    """Loads a sweep from its text; the working directory holds the sweep and a config."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny.toml").write_text("[training]\nseq_len = 32\nsteps = 5\n")
 

@@ -28,7 +28,7 @@ def test_only_rank_0_logs_more_than_warnings(capsys, monkeypatch):
 
 @pytest.fixture
 def ends(tmp_path, monkeypatch, capsys):
-    """Starts the worker with a training that ends in an error; answers its status, its words and status.json's state."""
+    """Starts the worker with a training that ends in an error; returns its status, stderr and the state in status.json."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run.toml").write_text("")
 
@@ -54,7 +54,7 @@ def ends(tmp_path, monkeypatch, capsys):
 
 
 def test_a_full_disk_under_any_file_is_one_line(ends, tmp_path):
-    """The writer of TensorBoard's files raises an OSError that names no file."""
+    """The TensorBoard writer raises an OSError that names no file."""
     file = tmp_path / "outputs" / "run" / "status.json"
 
     def train():
@@ -65,7 +65,7 @@ def test_a_full_disk_under_any_file_is_one_line(ends, tmp_path):
     assert json.loads(file.read_text())["reason"] == "outputs/run: No space left on device"
 
 
-def test_a_disk_that_takes_no_status_either_hides_no_reason(ends, tmp_path):
+def test_a_status_that_cannot_be_written_does_not_hide_the_reason(ends, tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def train():

@@ -35,11 +35,11 @@ def words(factor: float) -> list[str]:
 
 
 def train(rank, config, options):
-    """Final state, and step and gradient norm of each call before a step."""
+    """The final state, and the step and gradient norm of each call of `before_step`."""
     return tiny.train(rank, config, options), CALLS
 
 
-def test_it_is_called_around_each_step_with_clipped_gradients(tmp_path, tiny_shards):
+def test_an_arm_is_called_around_each_step_with_clipped_gradients(tmp_path, tiny_shards):
     config = tiny.write_config(tmp_path / "tiny.toml", tiny_shards, tmp_path / "run")
     options = [*BASELINE, *words(0.5), "--training.max_norm", "0.01", "--training.steps"]
     [(first, calls)] = run_ranks(1, train, config, [*options, "2"])

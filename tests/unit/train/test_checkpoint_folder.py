@@ -67,7 +67,7 @@ def test_damage_is_found(saved, tmp_path, file, kind):
     folder = tmp_path / "checkpoint" / "step-20"
     CheckpointFolder(folder).verify()  # control
     DAMAGE[kind](folder / file, tmp_path / "checkpoint" / "step-10" / file)
-    # without the index there is no checkpoint, which another test covers
+    # without the index there is no checkpoint (another test)
     with pytest.raises(UserError if (file, kind) == (".metadata", "missing") else Damaged) as raised:
         CheckpointFolder(folder).read_tensors(["w0"])
     assert str(folder) in str(raised.value) and "\n" not in str(raised.value)
@@ -108,7 +108,7 @@ def test_values_are_not_executed(tmp_path):
 
 
 def _manager(folder, enable=True):
-    """Of no trainer."""
+    """Checkpoints without a trainer."""
     config = Config()
     config.job.dump_folder, config.checkpoint.enable, config.checkpoint.minutes = str(folder), enable, 60
     return Checkpoints(
@@ -120,7 +120,7 @@ def _manager(folder, enable=True):
 def _chooses(rank, folder):
     manager = _manager(folder)
     if rank == 1:
-        checkpoint.run_folder.list_checkpoints = lambda folder: {10: folder / "step-10"}  # what this node still sees
+        checkpoint.run_folder.list_checkpoints = lambda folder: {10: folder / "step-10"}  # a stale view of the folder
     return manager.newest_valid().path.name
 
 
@@ -138,13 +138,13 @@ def _reads_a_bad_disk(rank, folder):
         return f"{error.kind}: {error}"
 
 
-def test_a_disk_that_fails_is_said_without_checkpoints_too(tmp_path):
+def test_a_disk_that_fails_is_reported_without_checkpoints_too(tmp_path):
     (said,) = run_ranks(1, _reads_a_bad_disk, tmp_path)
     assert said == f"failed: {tmp_path}: cannot be used (metrics.jsonl: made by the test)"
 
 
 def _newest(rank, folder, failures=()):
-    """The newest valid checkpoint's name, or what is said instead; the first reads of data files fail."""
+    """The name of the newest valid checkpoint, or the error; the first reads of data files fail with `failures`."""
     failures, digest = list(failures), hashlib.file_digest
 
     def fails_first(file, kind):
@@ -192,7 +192,7 @@ def _newest_and_what_is_said(rank, folder):
 
 
 def test_what_is_not_used_is_renamed_and_counted(copied):
-    """Of incomplete ones the newest stays, of those that were complete all, under another name if there is one."""
+    """Of incomplete checkpoints only the newest is kept; damaged ones are all kept, under a free name."""
     where = copied / "checkpoint"
     for name in ("step-5", "step-30", "step-40", "step-20.damaged", "step-30.mine"):
         (where / name).mkdir()
@@ -224,7 +224,7 @@ def test_nothing_is_removed_before_the_rename_is_done(copied):
 
 
 def test_a_linked_folder_of_another_disk(copied, tmp_path):
-    """What is set aside stays on its disk; /dev/shm is another file system."""
+    """A checkpoint that is set aside stays on its disk; /dev/shm is another file system."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as disk:
         elsewhere = shutil.move(copied / "checkpoint", f"{disk}/checkpoint")
         (copied / "checkpoint").symlink_to(elsewhere)
@@ -244,7 +244,7 @@ def _all_cut(folder):
 
 
 def _without_a_disk(folder):
-    run_ranks(1, _newest, folder)  # which tells later starts that there was one
+    run_ranks(1, _newest, folder)  # records for later starts that there was a checkpoint
     shutil.rmtree(folder / "checkpoint")
 
 
@@ -290,7 +290,7 @@ def _begins_anew(rank, folder):
 @pytest.mark.parametrize("state", ["running", "failed"])
 @pytest.mark.parametrize("left", [(), ("XXH128SUMS", ".metadata.tmp")], ids=["early", "before the index got its name"])
 def test_a_crash_before_the_first_checkpoint_loses_nothing(tmp_path, state, left):
-    """Also of a run that began at step 700 of another run's checkpoint; a kill during a save leaves a part of it."""
+    """Also for a run that began at step 700 of another run; a kill during a save leaves a partial checkpoint."""
     (tmp_path / "metrics.jsonl").write_text('{"step": 701, "time": 1e9}\n{"step": 1100, "time": 1.1e9}\n')
     write_state(tmp_path, state, 700, 2000)
     (tmp_path / "checkpoint" / "step-500").mkdir(parents=True)
@@ -309,7 +309,7 @@ def test_a_run_that_finished_without_checkpoints_has_had_none(tmp_path):
 def _newest_without_rights(rank, folder):
     manager = _manager(folder)
     is_root = os.geteuid() == 0
-    if is_root:  # which may write everywhere
+    if is_root:  # root may write everywhere
         os.seteuid(65534)
     try:
         return str(manager.newest_valid())
@@ -344,7 +344,7 @@ def test_a_folder_that_is_not_writable_is_noticed_at_the_start(saved, kind):
 def _newest_of_a_folder_that_is_not_listed(rank, folder, number):
     manager = _manager(folder)
     for ask, answer in (("exists", False), ("is_file", False), ("glob", ())):
-        setattr(Path, ask, lambda *_, answer=answer, **__: answer)  # as Python 3.14 does if the system refuses
+        setattr(Path, ask, lambda *_, answer=answer, **__: answer)  # like Python 3.14 when the system refuses
 
     def refused(path, *_, **__):
         raise OSError(number, os.strerror(number), str(path))
@@ -357,13 +357,13 @@ def _newest_of_a_folder_that_is_not_listed(rank, folder, number):
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EACCES])
-def test_a_folder_that_is_not_listed_is_not_empty(copied, number):
+def test_a_folder_that_cannot_be_listed_is_not_taken_for_empty(copied, number):
     said = run_ranks(2, _newest_of_a_folder_that_is_not_listed, copied, number)
     assert said == [f"failed: {copied}/checkpoint: could not be read ({os.strerror(number)}); nothing was changed"] * 2
 
 
 def _save_with_little_disk(rank, folder):
-    """{bytes of each file that fit: what is said}"""
+    """{bytes that fit into each file: "saved" or the error}"""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     said = {}
     for limit in range(0, 70_000, 997):
@@ -382,14 +382,14 @@ def _save_with_little_disk(rank, folder):
 
 
 def test_a_disk_that_fills_at_any_byte_is_one_line(tmp_path):
-    """The last files are small: the index and the checksums."""
+    """Limits cover the small files too, which are written last: the index and the checksums."""
     (said,) = run_ranks(1, _save_with_little_disk, tmp_path / "step-1")
     expected = f"failed: step-1: File too large (rank 0); {UNCHANGED}"
     assert set(said.values()) - {"saved"} == {expected} and said[69_790] == "saved", said
 
 
 def _purge_without_its_thread(rank, folder):
-    """It was killed before it began; returns what it would have deleted."""
+    """As if the thread were killed before it began; returns what it would have deleted."""
     manager, paths = _manager(folder), []
     manager.keep_latest_k = 1
     with patch.object(manager, "purge_queue", SimpleNamespace(put=paths.append)):
@@ -398,7 +398,7 @@ def _purge_without_its_thread(rank, folder):
 
 
 def test_a_purge_that_is_killed_leaves_nothing_that_looks_whole(copied):
-    for _ in range(2):  # the next one deletes what is left
+    for _ in range(2):  # the next purge deletes what is left
         assert run_ranks(1, _purge_without_its_thread, copied) == [[str(copied / "checkpoint" / "step-10.purged")]]
         assert _names(copied / "checkpoint") == ["step-10.purged", "step-20"]
         assert run_ranks(1, _newest, copied) == ["step-20"]
@@ -416,7 +416,7 @@ def _purge_where_step_10_is_not_renamed(rank, folder):
         return _purge_without_its_thread(rank, folder)
 
 
-def test_one_that_cannot_be_purged_keeps_no_other(copied):
+def test_a_checkpoint_that_cannot_be_purged_keeps_no_other(copied):
     shutil.copytree(copied / "checkpoint" / "step-10", copied / "checkpoint" / "step-15")
     expected = str(copied / "checkpoint" / "step-15.purged")
     assert run_ranks(1, _purge_where_step_10_is_not_renamed, copied) == [[expected]]

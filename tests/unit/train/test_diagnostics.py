@@ -103,7 +103,7 @@ def test_output_sizes_equal_a_hand_written_hook(compile):
         if step in (1, 3, 5, 6):  # counted once, although activation checkpointing ran every forward pass twice
             sizes = model.get_buffer(next(name for name, _ in model.named_buffers() if "output_sizes" in name))
             assert sizes[COUNT] == 2 * inputs(0).numel() * 48
-        with torch.no_grad():  # like a validation between collect and the next step
+        with torch.no_grad():  # the forward pass is like a validation between steps
             collected[step] = collect(diagnostics, step)
             model(inputs(999))
     assert [step for step, metrics in collected.items() if metrics] == [1, 3, 5, 6]
@@ -116,7 +116,7 @@ def test_output_sizes_equal_a_hand_written_hook(compile):
     other = _sizes_by_hand(transformer(), [inputs(10)])
     assert abs(collected[1]["signal/ffn/rms/0"] / other["0", "ffn"][0] - 1) > 100 * FLOAT32
     if compile:
-        # measuring or not, with gradients or not: every block shares these graphs
+        # measured or not, with gradients or not: all blocks share these graphs
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 3
         assert not torch._dynamo.utils.counters["graph_break"]
 
@@ -155,7 +155,7 @@ def test_spectra_equal_a_float64_svd(enable):
                 errors.append(((u @ orig @ v - norm).abs() / norm).item())
         # s itself is rounded to float32 and includes an epsilon of 1e-7
         assert metrics["spectra/estimate_error/o/max"] == pytest.approx(max(errors), abs=2e-6)
-        assert max(errors) > 1e-3  # three steps from a random start: an error there is to see
+        assert max(errors) > 1e-3  # three iterations from a random start leave a visible error
 
 
 def test_weights_that_are_not_finite_do_not_end_the_run():
@@ -171,7 +171,7 @@ def test_gamma_and_norm():
     model = pc.attach(transformer(), pc.PCConfig())
     # on a CPU torch's float32 norm of millions of numbers is 1e-4 too small
     model.tok_embeddings = torch.nn.Embedding(100_000, 48)
-    model.tok_embeddings.weight.data *= 0.01  # so that the other weights count
+    model.tok_embeddings.weight.data *= 0.01  # so that the other weights matter
     preconditioner = pc.precondition(model)
     with torch.no_grad():
         for i, weight in enumerate(preconditioner.weights.values()):
@@ -186,14 +186,14 @@ def test_gamma_and_norm():
     metrics = collect(diagnostics, 1)
     assert metrics["norm/weight"] == pytest.approx(orig_norm, rel=FLOAT32)
     all_norm = math.sqrt(sum(p.double().square().sum().item() for p in model.parameters()))
-    assert abs(all_norm / orig_norm - 1) > 1e-2  # control: PC(W) beside W would be seen
+    assert abs(all_norm / orig_norm - 1) > 1e-2  # control: counting PC(W) as well would show
     assert [v for k, v in sorted(metrics.items()) if k.startswith("pc/gamma/")][:3] == [1.0, 1.25, 1.5]
     assert len([k for k in metrics if k.startswith("pc/gamma/")]) == 8
 
 
 @pytest.mark.parametrize("enable", [True, False])
 def test_effective_norm_and_relative_step(enable):
-    """Of o and ffn as the forward pass uses them, with PC and without."""
+    """Of the weights of o and ffn that the forward pass uses, with PC and without."""
     model = transformer()
     preconditioner = pc.precondition(pc.attach(model, pc.PCConfig())) if enable else None
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)

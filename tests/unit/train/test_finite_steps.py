@@ -1,4 +1,4 @@
-"""What is said of a run whose weights are not finite."""
+"""The error of a run whose weights are not finite."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""An index is data: a pickle that wants more is refused, and nothing outside of the index has changed."""
+"""An index is data: a pickle that does more is refused, and changes nothing outside the index."""
 
 import enum
 import os
@@ -26,7 +26,7 @@ def text(value: str) -> bytes:
 
 
 def sets(target: bytes, name: str, value: bytes) -> bytes:
-    """setattr(target, name, value), by the state of an object that has slots."""
+    """setattr(target, name, value), through the pickled state of an object with slots."""
     return target + b"(N}" + text(name) + value + b"stb"
 
 
@@ -78,7 +78,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def world() -> list:
-    """All that an index names, with what can be set of it."""
+    """Everything that an index may name, with its attributes."""
     members = list(index_types._MEM_FORMAT_ENCODING)
     objects = [*checkpoint_folder._DATACLASSES, *members, *checkpoint_folder._NAMES.values()]
     objects += [torch.Size, torch.serialization, torch.serialization._get_layout, pathlib.Path, pathlib.PosixPath]
@@ -128,7 +128,7 @@ def test_an_index_is_read_as_torch_reads_it(folder):
 
 
 def test_an_index_written_by_python_3_11_2_is_read(folder):
-    """It pickles the member of an enum as a call of getattr."""
+    """This version pickles a member of an enum as a call of getattr."""
 
     class Pickler(pickle.Pickler):
         def reducer_override(self, value):
@@ -175,7 +175,7 @@ ODD = {
 
 @pytest.mark.parametrize("what", ODD)
 def test_an_index_of_odd_values_is_damaged(folder, what):
-    """Before anything is read: torch's own reader asks for none of it."""
+    """This is checked before any data are read; torch's own reader checks none of it."""
     index = pickle.loads((folder / ".metadata").read_bytes())
     ODD[what](index)
     (folder / ".metadata").write_bytes(pickle.dumps(index))
@@ -184,7 +184,7 @@ def test_an_index_of_odd_values_is_damaged(folder, what):
 
 
 def test_bytes_of_a_file_count_once(folder):
-    """Many places that overlap would let a small file stand for a tensor that fills the memory."""
+    """With many overlapping places, a small file could stand for tensors that fill the memory."""
     index = pickle.loads((folder / ".metadata").read_bytes())
     place, info = next((place, info) for place, info in index.storage_data.items() if place.offset is not None)
     for number in range(1, 1000):

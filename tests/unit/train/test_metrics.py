@@ -37,7 +37,7 @@ def test_json_lines_survive_a_cut_and_keep_json(tmp_path):
 
 
 def test_a_line_that_does_not_fit_on_the_disk_leaves_no_half(tmp_path):
-    """The operating system writes a part of the line and refuses the rest, as on a full disk; later there is space."""
+    """The system writes a part of the line and refuses the rest, as on a full disk; later there is space again."""
     file = tmp_path / "metrics.jsonl"
     logger = JsonLinesLogger(file, lambda: 100)
     logger.log({"grad_norm": 1.0}, 1)
@@ -103,7 +103,7 @@ def test_tensorboard_has_the_configuration_and_each_number_once(tmp_path, monkey
 
 
 def test_the_line_of_a_step_fits_100_columns(tmp_path):
-    """Of a long run on many GPUs, with date and time before it."""
+    """For a long run on many GPUs, with date and time before the line."""
     processor = _processor(tmp_path)
     processor.progress.steps, processor.gpu_peak_flops = 61_100, 3.0e6
     numbers = {"lr": 3.8241e-4, "tokens_per_second": 1_234_567.8, "seconds_left": 50_593.0}

@@ -1,4 +1,4 @@
-"""Each parameter is trained by one optimizer, as its block asks for; a loaded state leaves the config's settings."""
+"""One optimizer trains each parameter, with the settings of its block; a loaded state keeps the config's settings."""
 
 from typing import get_args
 
@@ -60,7 +60,7 @@ def test_the_memory_estimate_counts_the_states_that_an_optimizer_keeps(name):
 
 
 def test_a_block_has_its_own_rate_and_an_independent_decay_is_the_same_for_all():
-    """With both, weights that start c times as large stay c times as large; the control is decay times the rate."""
+    """With both, weights that start c times as large stay c times as large. The control multiplies the decay by the rate."""
     settings = {"lr": 1e-2, "weight_decay": 1e-3, "independent_decay": True, "lr_factors": {"ffn": 1.8}}
     for options, share in ((settings, 1e-3), (settings | {"independent_decay": False}, 1.8e-2 * 1e-3)):
         model, made = _made(name="AdamW", **options)
@@ -78,7 +78,7 @@ def test_a_block_has_its_own_rate_and_an_independent_decay_is_the_same_for_all()
 
 @pytest.mark.parametrize("name, rate", [("AdamW", 1e-2), ("Muon", 1e-2), ("MuonH", 0.05)])
 def test_the_rate_that_is_logged_is_that_without_factors(name, rate):
-    """Also where each group of the config's optimizer has a factor."""
+    """Even if every group of the config's optimizer has a factor."""
     factors = {"qk": 0.5, "v": 0.5, "o": 0.5, "ffn": 1.8}
     _, made = _made(name=name, lr=1e-2, hyperball_lr=0.05, lr_factors=factors)
     for optimizer in made.optimizers:
@@ -87,7 +87,7 @@ def test_the_rate_that_is_logged_is_that_without_factors(name, rate):
 
 
 @pytest.mark.parametrize("name", ["AdamH", "MuonH"])
-def test_a_length_of_step_of_zero_has_no_decay_that_is_divided_by_it(name):
+def test_a_hyperball_rate_of_zero_does_not_divide_the_decay(name):
     _, made = _made(name=name, hyperball_lr=0.0, independent_decay=True)
     assert {(group["lr"], group["weight_decay"]) for group in made.optimizers[0].param_groups} == {(0.0, 0.0)}
 

@@ -1,4 +1,4 @@
-"""The time left and the bar."""
+"""The time left, the bar and the console."""
 
 import io
 import logging
@@ -30,7 +30,7 @@ def test_the_estimate_leaves_out_the_first_steps_and_counts_validations():
     assert progress.seconds_left(3) == 57 * 1.0 + 3 * 10.0  # after steps 20, 40 and 60
     for step in range(4, 61):
         progress.add_steps(step, 2.0)
-    assert progress.seconds_left(45) == 15 * 2.0 + 10.0  # of the newest steps
+    assert progress.seconds_left(45) == 15 * 2.0 + 10.0  # from the newest steps
     assert progress.seconds_left(60) == 0.0
 
 
@@ -53,7 +53,7 @@ class GoneTerminal(Terminal):
 
 
 @pytest.mark.parametrize("stream, bar", [(Terminal(), True), (io.StringIO(), False), (GoneTerminal(), False)])
-def test_a_bar_on_a_terminal_alone(monkeypatch, stream, bar):
+def test_a_bar_only_on_a_terminal(monkeypatch, stream, bar):
     monkeypatch.setattr(sys, "stderr", stream)
     progress = _progress()
     for step in range(1, 5):
@@ -81,7 +81,7 @@ def test_what_is_left_out_of_the_console(file, level, text, printed):
     assert (text in stream.getvalue()) == printed
 
 
-def test_a_reader_that_left_does_not_end_the_run(capsys):
-    """As `tee` after Ctrl-C."""
+def test_a_closed_terminal_does_not_end_the_run(capsys):
+    """As after Ctrl-C ended `tee`."""
     Console(GoneTerminal()).handle(logging.LogRecord("root", logging.INFO, "mine.py", 1, "a line", None, None))
     assert capsys.readouterr().err == ""

@@ -1,4 +1,4 @@
-"""Each call to the file system that a save, a resume or a purge makes is refused, once or always."""
+"""Each file system call of a save, a resume or a purge is refused, once or always."""
 
 import builtins
 import errno
@@ -31,7 +31,7 @@ READS = {"stat", "listdir", "open r", "read"}
 
 
 class Disk:
-    """Notes (call, file) of what is asked of a folder, and refuses one of them, after `let` times that it lets through."""
+    """Records (call, file) in a folder; refuses the call `refused` `times` times after letting it through `let` times."""
 
     def __init__(self, folder, refused=None, number=0, times=0, let=0):
         self.folder, self.refused, self.number, self.left, self.let = folder, refused, number, times, let
@@ -89,7 +89,7 @@ def _purge(manager):
     manager.keep_latest_k, manager.purge_queue = 2, queue.Queue()
     manager._purge_stale_checkpoints()
     while not manager.purge_queue.empty():
-        shutil.rmtree(manager.purge_queue.get(), ignore_errors=True)  # as TorchTitan's thread
+        shutil.rmtree(manager.purge_queue.get(), ignore_errors=True)  # like TorchTitan's thread
     return 30
 
 
@@ -98,7 +98,7 @@ def _bytes(folder):
 
 
 def _refuse_each(rank, root, action, number, times):
-    """(calls, each of which was refused; what went wrong)"""
+    """(the calls, each of which was refused in turn; what went wrong)"""
     look.PAUSES = (0.0, 0.0)
     config = Config()
     config.job.dump_folder, config.checkpoint.enable, config.checkpoint.keep_latest_k = str(root), True, 0
@@ -109,7 +109,7 @@ def _refuse_each(rank, root, action, number, times):
     fresh = root / "fresh"
     for step in (10, 20, 30):
         dcp.save(_state(step), storage_writer=checkpoint_writer.ChecksummedWriter(fresh / f"step-{step}"))
-    (fresh / "step-35").mkdir()  # of a save that was killed
+    (fresh / "step-35").mkdir()  # left by a killed save
 
     def act(disk):
         shutil.rmtree(manager.folder, ignore_errors=True)
@@ -126,13 +126,13 @@ def _refuse_each(rank, root, action, number, times):
     disk = Disk(Path(manager.folder))
     usual, _ = act(disk)
     calls, wrong = list(dict.fromkeys(disk.calls)), []
-    # of calls that are repeated the last, too: a file is hashed before its tensors are read
+    # for repeated calls, refuse the last one too: a file is hashed before its tensors are read
     last = [(call, disk.calls.count(call) - 1) for call in calls if times == 1 and disk.calls.count(call) > 1]
     for call, let in [*((call, 0) for call in calls), *last]:
         try:
             found, changed = act(Disk(Path(manager.folder), call, number, times, let))
             fine = found in (usual, "failed") and not changed and _resume(manager) >= 30
-            reads = action is _resume and call[0] in READS and call != ("stat", ".")  # which `mkdir` asks
+            reads = action is _resume and call[0] in READS and call != ("stat", ".")  # `mkdir` does this one
             if not fine or (times == 1 and reads and found != usual):
                 wrong.append((call, let, found, changed))
         except BaseException as error:
@@ -146,5 +146,5 @@ def _refuse_each(rank, root, action, number, times):
 def test_a_refused_call_ends_in_a_line_and_harms_no_checkpoint(tmp_path, action, number, times):
     ((calls, wrong),) = run_ranks(1, _refuse_each, tmp_path, action, number, times)
     assert len(calls) >= 8 and not wrong, (calls, wrong)
-    # what is saved stays so without power: its folder is synced after the last rename in it
+    # a saved checkpoint survives a power cut: its folder is synced after the last rename in it
     assert action is not _save or calls[-1] == ("fsync", "step-40")

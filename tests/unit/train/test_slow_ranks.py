@@ -1,6 +1,6 @@
-"""A rank's time in the output layer on a GPU, by events that one stream reaches a second after each other.
+"""A rank's time in the output layer on a GPU, with events that the stream reaches one second apart.
 
-`tests/distributed/test_slow_rank.py` has the same by the host's clock, and the warning.
+`tests/distributed/test_slow_rank.py` tests it with the host's clock, and the warning.
 """
 
 from types import SimpleNamespace
@@ -12,7 +12,7 @@ from pc_recipe.train.slow_ranks import OutputTimes
 
 
 class Event:
-    """Like torch.cuda.Event: `elapsed_time` is an error before both are reached."""
+    """Like torch.cuda.Event: `elapsed_time` fails until both events are reached."""
 
     recorded: list["Event"] = []
 
@@ -24,7 +24,7 @@ class Event:
         self.recorded.append(self)
 
     def synchronize(self) -> None:
-        """The events before it are reached too."""
+        """Earlier events are reached too."""
         for event in self.recorded[: self.recorded.index(self) + 1]:
             event.reached = True
 

@@ -20,14 +20,14 @@ from pc_recipe.train.trainer import Trainer
 RANKS, MICRO_BATCHES = 8, 3
 LOGGED = ["--metrics.log_freq=1", "--diagnostics.freq=1"]
 UNLOGGED = ["--metrics.log_freq=1000", "--diagnostics.freq=1000"]
-# 81 weights, so that an operation for each would be seen
+# 81 weights, so that one operation for each would show
 WORDS = f"""--model.n_layers=6 --validation.enable=false --checkpoint.enable=false --optimizer.implementation=fused
     --training.local_batch_size=1 --training.global_batch_size={RANKS * MICRO_BATCHES}""".split()
 
 
 @contextlib.contextmanager
 def _on_a_fake_gpu():
-    """Let a trainer be made there: what needs numbers of tensors, or CUDA's streams and generators, is left out."""
+    """Allow a trainer on a fake GPU: leave out what needs values of tensors, or CUDA's streams and generators."""
     import torchtitan.distributed
     import torchtitan.tools.utils as utils
 
@@ -56,7 +56,7 @@ def _on_a_fake_gpu():
         for owner, name, value in (
             (cpu, "use_cpu_where_there_is_no_gpu", with_a_device),
             (llama2, "draw_parameter", lambda *_: None),
-            (Diagnostics, "_say_replaced", lambda *_: None),  # the numbers are none
+            (Diagnostics, "_say_replaced", lambda *_: None),  # it would read values
             (torchtitan.distributed.utils, "set_determinism", lambda *_, **__: None),
             (dims, "build_mesh", without_fakes(dims.build_mesh)),
             (dist, "all_gather_object", gather),
@@ -69,16 +69,16 @@ def _on_a_fake_gpu():
 
 
 def _backward(trainer, **_):
-    """Instead of the model's passes, which torch refuses without a GPU."""
+    """Replaces the model's passes, which torch refuses without a GPU."""
     for model in trainer.model_parts:
         for name, parameter in model.named_parameters():
-            if not name.endswith(("orig", "gamma")):  # `pull_back` sets those
+            if not name.endswith(("orig", "gamma")):  # `pull_back` sets their gradients
                 parameter.grad = torch.empty_like(parameter)
     return torch.zeros((), device=trainer.device)
 
 
 def _count(counted, config, overrides, train_step) -> dict[str, Counter]:
-    """Of the second step of a trainer, without the model's passes, PC's, clipping and the optimizer."""
+    """Counts of a trainer's second step, without the passes of the model and of PC, clipping and the optimizer."""
     with counted.without():
         trainer = tiny.make_trainer(config, [*WORDS, *overrides])
         left_out = [(trainer, "_clip"), *((optimizer, "step") for optimizer in trainer.optimizers.optimizers)]
@@ -100,7 +100,7 @@ def _count(counted, config, overrides, train_step) -> dict[str, Counter]:
 
 
 def _measure(rank, config) -> dict:
-    """Counts of steps; for control also of TorchTitan's own."""
+    """Counts of steps, and as a control those of TorchTitan's own step."""
     dist.destroy_process_group()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
     ours, theirs = Trainer.train_step, torchtitan.train.Trainer.train_step
@@ -119,8 +119,8 @@ def test_counts_of_a_step(tiny_config):
     counts = {name: {kind: sum(of.values()) for kind, of in kinds.items()} for name, kinds in found.items()}
     assert [counts[name]["waits"] for name in ("logged", "unlogged")] == [2, 1], found
     assert [counts[name]["exchanges"] for name in ("logged", "unlogged")] == [2, 1], found
-    # two for each micro-batch are copies of inputs and labels, as in any step
+    # without two copies for each micro-batch, of inputs and labels, as in any step
     assert counts["logged"]["operations"] - 2 * MICRO_BATCHES <= 30, found
-    # control: batches copied, valid tokens, loss, largest loss, all tokens and norm, each waited for
+    # control: it waits for copies of batches, valid tokens, loss, largest loss, all tokens and norm
     assert counts["TorchTitan's"]["waits"] >= 2 * MICRO_BATCHES + 5, found
     assert counts["TorchTitan's"]["exchanges"] == 5, found
