@@ -158,9 +158,12 @@ def test_a_run_on_data_with_a_damaged_tokenizer_says_what_an_export_will_miss(da
 
 @pytest.mark.parametrize("config", ["[]", "{", '{"tokenizer": "mine"}', '{"tokenizer": {"name": "x"}}'])
 def test_a_config_that_names_no_tokenizer_is_ignored(config, data, tmp_path):
+    """The folder's own tokenizer counts."""
     make_tokenizer(tmp_path / "llama")
     (tmp_path / "llama" / "config.json").write_text(config)
     require_for_start(tmp_path / "llama", data["one"])
+    with pytest.raises(UserError, match="llama belongs to tokenizer"):
+        require_for_start(tmp_path / "llama", data["two"])
 
 
 def test_weights_with_both_forms_of_a_tokenizer_belong_to_either(tmp_path):
