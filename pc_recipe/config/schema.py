@@ -147,7 +147,7 @@ class Checkpoint(Section):
     initial_load_model_only: bool = key(True, "Load only its weights.", RESULT)
     initial_load_in_hf: bool = key(False, "initial_load_path is a Hugging Face folder.", RESULT)
     initial_load_tokenizer_is_the_same: bool = key(
-        False, "Assume that initial_load_path has the data's tokenizer, where it has none to compare."
+        False, "Do not compare the tokenizer of initial_load_path with that of the data: for a folder that has none."
     )
     last_save_model_only: bool = key(True, "The last checkpoint holds only weights; it cannot be resumed.")
     export_dtype: Literal["float16", "bfloat16", "float32"] = key("float32", "Precision of weights saved alone.")

@@ -122,7 +122,7 @@ class GlobalOrderLoader(Stateful):
         vocab_size: the model's.
         seed: of the training order.
         pin_memory: copies to an accelerator can then run while the host goes on.
-        limit_sequences: sequences of a validation pass over all ranks, at most; the dry run warns if there are fewer.
+        limit_sequences: sequences of a validation pass over all ranks, at most; the checks before a run warn of fewer.
         skip: training positions to skip (`Skip`), counted without skipping, so it may change on resume.
     """
 

@@ -90,7 +90,7 @@ def _find_files(source: str, subset: str | None, output: Path | None, left_out: 
     other = [file for file in files if not has_text(file)]
     if len(other) == len(files):
         raise UserError(
-            f"--input {(other or [source])[0]}: not a text file; these end in {', '.join(ENDINGS)}, all but parquet also "
+            f"--input {(other or [source])[0]}: no text file; these end in {', '.join(ENDINGS)}, all but parquet also "
             "with .gz or .zst"
         )
     left_out.update(f"of the ending {ending_of(file)!r}" for file in other)
@@ -105,7 +105,8 @@ def has_text(file: str) -> bool:
 def find_local_files(source: str, subset: str | None, output: Path | None, left_out: Counter[str]) -> list[str] | None:
     """The files of `source` on this machine, sorted; None if it is neither a file nor a folder.
 
-    Links in a folder are followed. Left out are hidden files, those of `output`, and splits other than train.
+    Links in a folder are followed. Left out are hidden files, those of `output`, links to nothing, and what
+    `_leave_out_other_splits` leaves out.
 
     Raises:
         UserError: a link in the folder leads out of it, or there is a `subset`, which only the Hub has.

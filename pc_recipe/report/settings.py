@@ -74,6 +74,6 @@ def _changed(run: Path, config: Config) -> list[str]:
 
 
 def _differing(keys: dict[str, dict[str, Any]]) -> list[str]:
-    """The keys in which any run differs from the first."""
+    """The keys in which any of them differs from the first."""
     first, *others = keys.values() or [{}]
     return [*dict.fromkeys(key for other in others for key in run_key.differing_keys(first, other))]

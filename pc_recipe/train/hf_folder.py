@@ -153,7 +153,7 @@ def find_tensors(folder: Path) -> dict[str, Found]:
                         raise UserError(
                             f"tensor {key} is in {known.file.name} and in {file.name}: remove the wrong file"
                         )
-    except Exception as error:  # safetensors has its own; or of the file system
+    except Exception as error:  # one of safetensors' own, or of the file system
         raise UserError(f"{folder}: {error}") from None
     return {key: one for key, one in found.items() if one.file in used}
 

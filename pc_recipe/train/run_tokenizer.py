@@ -28,7 +28,7 @@ Names = dict[str, str]
 
 
 def describe(manifest: Manifest) -> Names:
-    """Those of a data folder's tokenizer, as written to checkpoints."""
+    """Name and checksum of a data folder's tokenizer, as written to checkpoints."""
     return {"name": manifest.tokenizer.name, "sha256": manifest.tokenizer_sha256()}
 
 
@@ -37,7 +37,7 @@ def keep(run: Path, manifest: Manifest) -> None:
     try:
         tokenizer = manifest.load_tokenizer()
     except UserError as error:
-        logger.warning(f"{error}; the run keeps no tokenizer, so exports will need one from --tokenizer")
+        logger.warning(f"{error}; no tokenizer is written to {run}; if it has none yet, exports will need --tokenizer")
         return
     tokenizer.save(run / FOLDER)
 

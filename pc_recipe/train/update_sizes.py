@@ -14,7 +14,7 @@ NORM, CHANGE = "norm/effective", "change"
 
 
 class UpdateSizes:
-    """Norms of the matrices that `entries` of `pc.blocks` match, also without PC.
+    """Norms and changes of the matrices that `entries` of `pc.blocks` match, also without PC.
 
     Create it while FSDP has the parameters sharded.
 
