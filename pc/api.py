@@ -60,8 +60,8 @@ def precondition(
     A model that already has W, such as a copy or one from `torch.load`, keeps it.
 
     Args:
-        models: the model, or under pipeline parallelism a list of its parts on this rank; already sharded, with weights
-            off the meta device. If it is a `DistributedDataParallel`, its ranks share the work, except in `write_pc`.
+        models: the model, or under pipeline parallelism a list of its parts on this rank; after any sharding, with
+            weights off the meta device. If it is a `DistributedDataParallel`, its ranks share the work, except in `write_pc`.
         optimizers: all optimizers that train the model. The preconditioner follows them from now on (`follow`). Without
             optimizers, call `follow` later, or `write_pc` after each step.
         process_group: ranks that have equal weights and gradients, to share the work without DDP.
@@ -167,7 +167,7 @@ def plain_state_dict(model: nn.Module) -> dict[str, Any]:
 
 
 def merge(model: nn.Module) -> nn.Module:
-    """Turn every layer back into the plain one before `attach`, with PC(W) as its weight, in place; returns the model.
+    """Turn every layer back into the plain one that it was, with PC(W) as its weight, in place; returns the model.
 
     The result has no overhead and does not need this package (paper, remark 1). Optimizers get the plain parameters back.
 

@@ -177,7 +177,7 @@ def _group(tensors: Sequence[Tensor], sharing: dist.ProcessGroup | None) -> _Gro
 
 @lru_cache(maxsize=None)
 def _group_of(mesh: DeviceMesh, dimensions: Ints, world: dist.ProcessGroup) -> _Group:
-    """All ranks of some mesh dimensions; `world` is a key of the cache, which `destroy_process_group` must invalidate."""
+    """All ranks of some mesh dimensions. Cached by `world` too, so made anew after `destroy_process_group`."""
     axes = (range(n) if d in dimensions else [mesh.get_local_rank(d)] for d, n in enumerate(mesh.shape))
     # in the order in which process groups number their ranks
     places = tuple(sorted(itertools.product(*axes), key=lambda place: int(mesh.mesh[place])))

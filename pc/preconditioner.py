@@ -473,7 +473,7 @@ class Preconditioner:
 
 
 def _has_rate(optimizer: Optimizer) -> bool:
-    """Without one, as torch.distributed.checkpoint sets it, a step only creates the optimizer's state."""
+    """Whether any rate is not 0. torch.distributed.checkpoint takes steps at rate 0, only to create optimizer state."""
     return any(group.get("lr") != 0 for group in optimizer.param_groups)
 
 

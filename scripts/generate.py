@@ -16,7 +16,7 @@ def main() -> None:
     parser.add_argument("prompt")
     parser.add_argument("--max-new-tokens", type=at_least_one, default=100, help="fewer if the model ends the document")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 always takes the most likely token")
-    parser.add_argument("--top-p", type=float, default=0.95, help="probability of the likeliest tokens to sample from")
+    parser.add_argument("--top-p", type=float, default=0.95, help="sample the likeliest, of this total probability")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     from pc_recipe.evaluate import hugging_face

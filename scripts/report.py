@@ -16,7 +16,7 @@ def main() -> None:
     parser.add_argument("runs", nargs="*", type=existing, metavar="RUN", help="run folders; the first is the reference")
     parser.add_argument(
         "--sweep", nargs="+", type=existing, default=[], metavar="FOLDER",
-        help="also the final losses of these sweeps, with the RUNs, if any, as lines",
+        help="also the final losses of these sweeps; RUNs, if any, one for each config of a sweep, are drawn as lines",
     )  # fmt: skip
     parser.add_argument("--output", type=Path, default=Path("outputs/report.html"), help="the page")
     arguments = parser.parse_args()

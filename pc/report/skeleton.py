@@ -44,7 +44,7 @@ class _Part(nn.Module):
 
 
 def build(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], config: Mapping[str, Any]) -> nn.Module:
-    """The module of tensors {name: (dtype, shape)}. `config` is that of config.json, or empty, and identifies classes."""
+    """The module of tensors {name: (dtype, shape)}. `config`, a config.json's or empty, says classes and settings."""
     tree: dict[str, Any] = {}
     for name, tensor in tensors.items():
         *path, key = name.split(".")
