@@ -46,6 +46,7 @@ def test_a_page_has_no_other_number(page):
         ("verdict-5", "verdict", 9),
         ("verdict-cells", "verdict", 10),
         ("verdict-recovery", "verdict", 3),
+        ("verdict-40", "verdict", 4),
     ],
 )
 def test_the_tables_of_a_page_are_reproduced(study, folder, lines):
