@@ -214,7 +214,6 @@ def _unknown(name: str, schema: type[Section]) -> str:
         and all(word in (field.description or "").lower() for word in key.split("_"))
     ]
     typed = difflib.get_close_matches(name, names, n=1, cutoff=0.85)
-    candidates = (
-        elsewhere or typed or meant[:1] or difflib.get_close_matches(name, names, n=1) or ["one that --help shows"]
-    )
-    return f"unknown key {name}; did you mean {' or '.join(candidates[:3])}?"
+    if candidates := elsewhere or typed or meant[:1] or difflib.get_close_matches(name, names, n=1):
+        return f"unknown key {name}; did you mean {' or '.join(candidates[:3])}?"
+    return f"unknown key {name}; this kind of file has {', '.join(schema.model_fields)}"

@@ -206,7 +206,7 @@ class Validation(Section):
 
 class Debug(Section):
     decides = RESULT
-    seed: Seed | None = key(None, "Seed of the initial weights; unset: 0.")
+    seed: Seed = key(0, "Seed of the initial weights.")
     deterministic: bool = key(False, "Use only operations that always give the same bits.", "run")
 
 

@@ -46,7 +46,7 @@ def model_args_of(config: Config) -> Llama2Args:
         **asdict(shape_of(config.model)),
         vocab_size=config.model.vocab_size,
         max_seq_len=config.training.seq_len,
-        init_seed=config.debug.seed or 0,
+        init_seed=config.debug.seed,
         init_std=config.model.init_std,
         init_factors=config.model.init_factors,
     )

@@ -103,7 +103,7 @@ def group_runs(sweeps: Sequence[Sweep], world_size: int | None = None) -> list[E
             equal[0].append(run)
         else:
             groups_by_key.append((own_key, [run]))
-    trained = _read_started_runs([OUTPUTS, *[sweep.folder for sweep in sweeps]])
+    trained = _read_started_runs([OUTPUTS, OUTPUTS / "sweeps", *[sweep.folder for sweep in sweeps]])
     groups = []
     for own_key, runs in groups_by_key:
         own = [run.folder for run in runs]
@@ -137,8 +137,9 @@ def _knows_start(key: dict[str, Any]) -> bool:
 
 
 def _read_started_runs(roots: Sequence[Path]) -> dict[Path, dict[str, Any]]:
-    """{folder: result key} of all started runs below `roots`, without links."""
-    keys = {folder: read_result_key(folder) for root in roots for folder in run_folder.list_runs(root)}
+    """{folder: result key} of all started runs below `roots`, which may be links; others are not followed."""
+    folders = dict.fromkeys(folder for root in roots for folder in run_folder.list_runs(root))
+    keys = {folder: read_result_key(folder) for folder in folders}
     return {folder: key for folder, key in keys.items() if key is not None}
 
 

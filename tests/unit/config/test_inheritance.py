@@ -96,6 +96,8 @@ def test_command_line_words_take_the_declared_type(write, words, expected):
         ("[optimiser]\nlr = 1", "unknown key optimiser; did you mean optimizer?"),
         ("[training]\nstep = 1", "did you mean training.steps?"),
         ("lr = 1", "unknown key lr; did you mean optimizer.lr?"),
+        # a sweep's file, taken for a run's
+        ("axes = {}", "unknown key axes; this kind of file has job, profiling, metrics,"),
         ('"optimizer.lr" = 1', "optimizer.lr: write it without quotes, or below [optimizer]"),
         ("[training]\ndataset = 'x'", "training.dataset is not supported by this trainer; see data.path"),
         ("training = 3", "training = 3 should be a valid dictionary"),

@@ -85,7 +85,7 @@ def key_of(*words: str):
         ["--training.local_batch_size=4", "--parallelism.tensor_parallel_degree=2"],
         ["--checkpoint.initial_load_path=here"],  # of a section that is off
         # a default that is written out: a key that a later version adds must not change old runs
-        ["--model.init_std=0.02", "--pc.compute_dtype=float32", "--optimizer.beta1=0.9"],
+        ["--model.init_std=0.02", "--pc.compute_dtype=float32", "--optimizer.beta1=0.9", "--debug.seed=0"],
     ],
 )
 def test_the_same_run(folder, words):
@@ -175,6 +175,15 @@ def test_a_link_to_a_run_on_a_disk_that_is_gone_stays(folder):
     assert link.resolve() == folder / "outputs" / "by-hand"
 
 
+@pytest.mark.parametrize("linked", ["outputs", "outputs/sweeps"])
+def test_a_run_of_another_sweep_is_found_where_a_folder_is_a_link_to_another_disk(folder, linked):
+    (folder / "disk").mkdir()
+    Path(linked).parent.mkdir(exist_ok=True)
+    Path(linked).symlink_to(folder / "disk")
+    finish("pc.toml", [], Path("outputs/sweeps/blocks/blocks-ffn+o"))
+    assert [group.state for group in equal_runs.group_runs([load("level.toml")], 1)] == ["waiting", "finished"]
+
+
 @pytest.mark.parametrize("text", ["[1]", "[" * 100_000, "\xff"], ids=range(3))
 def test_the_content_of_damaged_data_is_unknown(folder, text):
     """A plan continues; the run that opens the data will report the damage."""
@@ -260,7 +269,6 @@ def test_a_sweep_goes_on_when_it_grows_and_refuses_what_was_trained_otherwise(fo
 
 def test_a_sweep_that_gets_seeds_keeps_what_it_has_and_others_find_what_it_adds(folder, trained):
     """Then seed-0 is a link to its own parent folder, where seed-1 is."""
-    (folder / "pc.toml").write_text(f"{CONFIG}[debug]\nseed = 0\n")
     first = 'configs = ["pc.toml"]\n[axes]\n"pc.level" = [3]\n'
     (folder / "level.toml").write_text(first)
     train_all([load("level.toml")])

@@ -75,6 +75,7 @@ def test_a_variant_begins_with_the_settings_of_its_arm(sweep, tmp_path):
         ('[axes]\n"job.dump-folder" = ["a", "b"]', "job.dump_folder is set by"),
         ('[axes]\n"optimizer.lr" = [2026-11-27]', "optimizer.lr"),
         ("sedes = [1]", "did you mean seeds"),
+        ("[pc]\nlevel = 3", "unknown key pc; this kind of file has description, configs, axes,"),  # a run's
         ('[arms.a]\n"pc.level" = 2\n[variants.b]', "variants.b is no arm; the arms are a"),
         ('[variants."../../x"]\n"optimizer.lr" = 1.0', "variants.'../../x' names a folder"),
     ],
