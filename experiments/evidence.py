@@ -216,7 +216,7 @@ def _run(line: dict, config: Config, arm: str) -> dict:
     return {
         "arm": arm,
         "rate": KINDS[config.optimizer.name].lr(config.optimizer),
-        "seed": config.debug.seed or 0,
+        "seed": config.debug.seed,
         "loss": loss,
         "log": log,
     }

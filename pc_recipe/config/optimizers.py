@@ -104,3 +104,9 @@ class OptimizerSection(Section):
     )
     muon_heads: list[Literal["q", "k", "v"]] = key([], "Blocks in which Muon treats each attention head as a matrix.")
     hyperball_lr: Factor = key(0.02, "Peak length of a step of AdamH and MuonH, relative to the weight's norm.")
+
+    def list_unread(self) -> list[str]:
+        """Keys that are set, but that only other optimizers read."""
+        reads = {"muon_": "Muon" in self.name, "hyperball_lr": KINDS[self.name].keeps_norms}
+        of_others = tuple(prefix for prefix, is_read in reads.items() if not is_read)
+        return sorted(name for name in self.model_fields_set if name.startswith(of_others))

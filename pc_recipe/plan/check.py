@@ -81,6 +81,10 @@ def check_settings(config: Config) -> CheckResult:
     """What is wrong on any number of GPUs."""
     result = CheckResult(config, errors=list(rules.anywhere(config)))
     result.can_build = not result.errors
+    optimizer = config.optimizer
+    result.warnings += [
+        f"optimizer.{key} is set, but {optimizer.name} does not read it" for key in optimizer.list_unread()
+    ]
     _check_steps(result, config)
     _try(result, require_wandb, config)
     if has_finished(config):

@@ -200,6 +200,16 @@ def test_a_start_prints_the_warnings_and_passes_on_the_micro_batch(command, tiny
     assert read.training.local_batch_size == 4
 
 
+@pytest.mark.parametrize(
+    "name, unread", [("AdamW", ["hyperball_lr", "muon_steps"]), ("Muon", ["hyperball_lr"]), ("AdamH", ["muon_steps"])]
+)
+def test_a_rate_or_setting_of_another_optimizer_is_said(tiny_config, name, unread):
+    words = [f"--optimizer.name={name}", "--optimizer.hyperball_lr=0.01", "--optimizer.muon_steps=4"]
+    said = [f"optimizer.{key} is set, but {name} does not read it" for key in unread]
+    config = load_config(tiny_config[0], words)
+    assert sorted(line for line in check_settings(config).warnings if "does not read" in line) == said
+
+
 @pytest.mark.parametrize(("steps", "found"), [(12, "warnings"), (13, "errors")])
 def test_more_epochs_than_asked_for_are_refused(tiny_config, tiny_shards, steps, found):
     """As in a run of 57 B tokens whose --data.path was forgotten."""
