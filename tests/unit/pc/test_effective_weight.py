@@ -27,11 +27,10 @@ def _weight(n=6, m=9, batch=(), converged=True):
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("recovery, with_gamma", [(True, True), (True, False), (False, True)])
 @pytest.mark.parametrize("shape", [(6, 9), (9, 6), (7, 7), (1, 6)])
-@pytest.mark.parametrize("converged", [True, False])
-def test_singular_values_are_mapped(level, recovery, with_gamma, shape, converged):
+def test_singular_values_are_mapped(level, recovery, with_gamma, shape):
     """PC(W) = gamma s U g(sigma / s) V^T for a batch, by a singular value decomposition, even before s has converged."""
     # the composite diverges above sigma / s = 1.11, which two iterations on a small matrix exceed
-    weight, gamma, u, v = _weight(*shape, batch=(3,), converged=converged or level == "polar_express")
+    weight, gamma, u, v = _weight(*shape, batch=(3,), converged=level == "polar_express")
     config = _config(level, norm_recovery=recovery, learnable_gamma=with_gamma)
     effective = effective_weight(weight, gamma if with_gamma else None, u, v, config)
     s = spectral_norm_estimate(weight, u, v)[:, None]

@@ -57,10 +57,9 @@ def test_write_equals_its_definition(level, recovery, with_gamma, shape):
 @pytest.mark.parametrize("level", LEVELS)
 @OPTIONS
 @SHAPES
-@pytest.mark.parametrize("converged", [True, False])
-def test_pull_back_equals_autograd(level, recovery, with_gamma, shape, converged):
+def test_pull_back_equals_autograd(level, recovery, with_gamma, shape):
     config = _config(level, norm_recovery=recovery, learnable_gamma=with_gamma)
-    weight, gamma, u, v, gradient = _batch(shape, converged=converged or level == "polar_express")
+    weight, gamma, u, v, gradient = _batch(shape, converged=level == "polar_express")
     gamma = (gamma if with_gamma else torch.ones_like(gamma)).requires_grad_()
     trained = (weight.requires_grad_(), gamma) if with_gamma else (weight.requires_grad_(),)
     effective = effective_weight(weight, gamma if with_gamma else None, u, v, config)
@@ -71,15 +70,6 @@ def test_pull_back_equals_autograd(level, recovery, with_gamma, shape, converged
         assert mine.shape == reference.shape
         assert (mine - reference).abs().max() < 1e-11 * reference.abs().max()
     assert (wrong[0] - expected[0]).abs().max() > 1e-3  # control
-
-
-@pytest.mark.parametrize("norm_recovery", [True, False])
-def test_a_weight_of_zero(norm_recovery):
-    method = method_of(_config(norm_recovery=norm_recovery))
-    _, gamma, u, v, gradient = (x.float() for x in _batch((64, 96)))
-    effective, u, v, _, *kept = method.write(0 * gradient, gamma, u, v)
-    assert not effective.any()
-    assert all(x.isfinite().all() for x in method.pull_back(0 * gradient, gradient, gamma, u, v, *kept))
 
 
 def test_identity_and_sigma_reparametrisation_are_maps():
