@@ -12,7 +12,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pc
-from helpers.toy import InGraph, Loop, adamw, require_near, require_pc, same, toy_batch, toy_loss, toy_model
+from helpers.toy import InGraph, Loop, adamw, require_near, require_pc, same, sgd, toy_batch, toy_loss, toy_model
 from pc import PCConfig, UserError
 
 pytestmark = pytest.mark.fast
@@ -60,27 +60,18 @@ def _train_by_the_paper(make, steps):
 
 
 @pytest.mark.parametrize(
-    "make, tolerance",
-    [
-        (lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9), 1e-12),
-        # AdamW divides by root mean squares near zero, which amplifies rounding by some 1e3 over six steps.
-        (adamw, 1e-9),
-    ],
-    ids=["SGD", "AdamW"],
-)
-@pytest.mark.parametrize(
     "loop",
     [Loop, lambda make: Loop(make, follow=False), InGraph],
     ids=["followed", "by hand", "in the graph"],
 )
-def test_a_loop_equals_the_paper(loop, make, tolerance):
-    expected, loop = _train_by_the_paper(make, 6), loop(make)
+def test_a_loop_equals_the_paper(loop):
+    expected, loop = _train_by_the_paper(sgd, 6), loop(sgd)
     for step in range(6):
         for i in range(2):
             loop.backward(100 * step + i, scale=0.5)
         loop.pull_back()
         loop.update()
-    require_near(loop.trained(), expected, tolerance)
+    require_near(loop.trained(), expected)
     assert (expected["0.attention.wo"][0] - toy_model()[0].attention["wo"].weight).abs().max() > 1e-3  # control
 
 
@@ -142,15 +133,6 @@ def test_a_resume_goes_on_bitwise(order):
         for step in (3, 4):
             loop.step(step)
     assert same(straight.model.state_dict(), resumed.model.state_dict())
-
-
-def test_a_state_loads_into_a_model_from_the_meta_device():
-    loop = Loop()
-    loop.step(0)
-    model = pc.attach(toy_model().to("meta"), PCConfig()).to_empty(device="cpu")
-    pc.precondition(model)
-    model.load_state_dict(loop.model.state_dict())
-    assert torch.equal(model(toy_batch(0)), loop.model(toy_batch(0)))
 
 
 def test_copies_go_on_as_the_originals_do():
@@ -229,18 +211,17 @@ def test_autocast_does_not_lower_the_precision_of_pc():
     assert same(*states)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_model_that_moves_after_precondition_goes_on(dtype):
+def test_a_model_that_moves_after_precondition_goes_on():
     """All five tensors move; products kept for the old ones are not used."""
     loop = Loop(make=lambda p: torch.optim.SGD(p, lr=0.1))
     loop.backward()
     loop.optimizer.zero_grad()
-    loop.model.to(dtype)
+    loop.model.float()
     for batch in range(2):
-        toy_loss(loop.model, toy_batch(batch).to(dtype)).backward()
+        toy_loss(loop.model, toy_batch(batch).float()).backward()
         loop.pull_back()
         loop.update()
-    assert {tensor.dtype for tensor in loop.model.state_dict().values()} == {dtype}
+    assert {tensor.dtype for tensor in loop.model.state_dict().values()} == {torch.float32}
     require_pc(loop.preconditioner, 1e-5)
 
 
@@ -263,13 +244,11 @@ def test_frozen_weights_and_unused_layers_stay():
     assert same(before["1.feed_forward.w3"], after["1.feed_forward.w3"])
 
 
-@pytest.mark.parametrize("start, assign", [("cpu", False), ("meta", False), ("meta", True)])
-def test_plain_weights_loaded_after_attach(start, assign):
-    """Into a real model or one on the meta device, copied or assigned."""
+@pytest.mark.parametrize("start", ["cpu", "meta"])
+def test_plain_weights_loaded_after_attach(start):
+    """Copied into a real model, or assigned to one on the meta device."""
     model, plain = pc.attach(toy_model().to(start), PCConfig()), toy_model(seed=3).state_dict()
-    if start == "meta" and not assign:
-        model.to_empty(device="cpu")
-    model.load_state_dict(plain, assign=assign)
+    model.load_state_dict(plain, assign=start == "meta")
     pc.precondition(model)
     assert same(model.state_dict(), Loop(seed=3).model.state_dict())
 
@@ -324,11 +303,10 @@ def test_precision_of_products_whatever_the_process_has_chosen(process, compute_
     assert precisions.seen == {"vector": {"ieee"}, "matrix": {polynomial}}
 
 
-@pytest.mark.parametrize("leave", [pc.merge, pc.detach])
-def test_merge_and_detach_of_a_model_of_two_models(leave):
+def test_merge_of_a_model_of_two_models():
     """As with a student and a teacher: each optimizer gets its parameters back."""
     loops = Loop(), Loop(seed=1)
-    leave(nn.ModuleList(loop.model for loop in loops))
+    pc.merge(nn.ModuleList(loop.model for loop in loops))
     for loop in loops:
         before = copy.deepcopy(loop.model.state_dict())
         toy_loss(loop.model, toy_batch(0)).backward()
