@@ -79,9 +79,6 @@ class Experts(nn.Module):
         super().__init__()
         self.gate_up = nn.Parameter(torch.randn(3, 12, 6))
 
-    def forward(self, x):
-        return torch.einsum("eoi,bi->beo", self.gate_up, x)
-
 
 EXPERTS = PCConfig(blocks=("ffn",), splits={"gate_up": MatrixSplit(("gate", "up"))})
 
@@ -89,11 +86,8 @@ EXPERTS = PCConfig(blocks=("ffn",), splits={"gate_up": MatrixSplit(("gate", "up"
 def test_gammas_of_a_stack_are_a_vector():
     """So that Muon and weight decay, which are often chosen by `ndim`, leave them alone."""
     model = pc.attach(Experts(), EXPERTS)
-    preconditioner = pc.precondition(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    pc.precondition(model)
     assert [[*p.shape] for name, p in model.named_parameters() if "gamma" in name] == [[6]]
-    model(torch.randn(5, 6)).square().mean().backward()
-    preconditioner.pull_back()
-    assert preconditioner.weights["gate_up"].gamma.grad.shape == (6,)
 
 
 def test_a_group_with_a_split_joins_muon_later():

@@ -102,11 +102,9 @@ def test_while_an_optimizer_has_yet_to_step_what_is_read_is_pc(read):
         loop.preconditioner.write_pc()
         copy.deepcopy(loop.model)(toy_batch(0))
     elif read == "merge":
-        preconditioner = loop.preconditioner
-        effective = {name: weight.effective for name, weight in preconditioner.weights.items()}
-        weights = [(weight.split, weight.orig, weight.gamma_values) for weight in preconditioner.weights.values()]
+        weights = [(w.effective, w.orig, w.gamma_values) for w in loop.preconditioner.weights.values()]
         pc.merge(loop.model)
-        for weight, (_, orig, gamma) in zip(effective.values(), weights, strict=True):
+        for weight, orig, gamma in weights:
             u, s, v = torch.linalg.svd(orig)
             assert (torch.linalg.svdvals(weight)[0] / (gamma * s[0]) - 1).abs() < 0.05  # PC of the new W
     else:
