@@ -135,6 +135,15 @@ def test_a_resume_goes_on_bitwise(order):
     assert same(straight.model.state_dict(), resumed.model.state_dict())
 
 
+def test_a_state_loads_into_a_model_from_the_meta_device():
+    loop = Loop()
+    loop.step(0)
+    model = pc.attach(toy_model().to("meta"), PCConfig()).to_empty(device="cpu")
+    pc.precondition(model)
+    model.load_state_dict(loop.model.state_dict())
+    assert torch.equal(model(toy_batch(0)), loop.model(toy_batch(0)))
+
+
 def test_copies_go_on_as_the_originals_do():
     """Model and optimizer copied together train like the originals, but separately; a copy of the model alone can be
     evaluated."""
