@@ -79,7 +79,6 @@ def key_of(*words: str):
     [
         ["--job.dump_folder=elsewhere", "--job.description=other", "--metrics.log_freq=7", "--diagnostics.freq=0"],
         ["--checkpoint.interval=3", "--compile.enable", "--profiling.enable_profiling"],
-        ["--pc.blocks=ffn,o"],
         ["--pc.blocks=up,gate,down,o"],
         ["--pc.level=3.625,-9.261,14.097,-10.351,2.89"],
         ["--training.local_batch_size=4", "--parallelism.tensor_parallel_degree=2"],
@@ -109,12 +108,6 @@ def test_settings_that_a_resume_cannot_apply_are_listed(folder):
         "checkpoint.initial_load_path = 'hf'", "model.init_std = 0.5", "model.init_factors = {'o': 2.0}"
     ]  # fmt: skip
     assert list_unapplied(config, config.model_dump(exclude_unset=True)) == []
-
-
-def test_the_batch_of_one_micro_batch_per_rank_depends_on_the_ranks(folder):
-    config = load_config("pc.toml", ["--training.global_batch_size=-1"])
-    assert differing_keys(result_key(config, 1), result_key(config, 2)) == ["training.global_batch_size"]
-    assert result_key(config, 2) == key_of()  # 2 ranks of 2 sequences equal 4 sequences
 
 
 def test_other_content_of_the_data_is_another_run(folder):
