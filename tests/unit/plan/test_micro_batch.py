@@ -33,7 +33,6 @@ def test_it_is_the_largest_that_divides_and_fits(ranks, gpu_gib):
         ([], 8, 4, "one sequence needs .* GiB by the estimate, but only 3.4 of a GPU's 4 GiB are usable"),
         (["--training.global_batch_size=-1"], 8, 79, "global_batch_size, which is -1; give a number"),
         (["--parallelism.pipeline_parallel_degree=2"], 8, 79, "does not work with pipelines; give a number"),
-        ([], 3, 79, "320 is not a multiple of 3 data-parallel ranks; parallelism.tensor_parallel_degree = 3 leaves 1"),
     ],
 )
 def test_what_cannot_be_chosen_is_one_line(words, ranks, gpu_gib, complaint):

@@ -18,17 +18,12 @@ ODD = (
 )  # fmt: skip
 
 
-def said_of(key: str, value: str) -> list[str]:
-    """The findings of the checks."""
-    try:
-        return check(load_config(DEBUG, [f"--{key}={value}"]), 1, needs_data=False).errors
-    except UserError as error:
-        return [str(error)]
-
-
 def require_plain_words(key: str, value: str) -> bool:
     """Whether the value is refused. Each finding must have one or two lines, and one must name the key or its section."""
-    findings = said_of(key, value)
+    try:
+        findings = check(load_config(DEBUG, [f"--{key}={value}"]), 1, needs_data=False).errors
+    except UserError as error:
+        findings = [str(error)]
     assert all(finding.count("\n") <= 1 for finding in findings), findings
     section, _, name = key.partition(".")
     assert not findings or any(name.rpartition(".")[2] in f or f"[{section}" in f for f in findings), findings
