@@ -171,7 +171,6 @@ def test_mistakes_are_one_line(write):
     mistakes = {
         "unknown key levl; did you mean level?": {"levl": 2},
         "'layers.*.ffn.w1' matches no weight of the model": {"blocks": ["layers.*.ffn.w1"]},
-        "pc.splits: '*.w1' must be a pc.MatrixSplit or None": {"splits": {"*.w1": {"blocks": ["gate"]}}},
     }
     lines = run_ranks(1, refused, [write("llama3", f"{i}", pc=wrong) for i, wrong in enumerate(mistakes.values())])[0]
     for line, wrong in zip(lines, mistakes, strict=True):
