@@ -11,7 +11,6 @@ from pc_recipe.config.schema import Config
     [
         ({"enable": False}, "no PC"),
         ({"level": 2, "blocks": ["o"]}, "PC level 2 on o (5 of 36 matrices)"),
-        ({"blocks": ["o", "ffn"]}, "PC level 4 on o, gate, up, down (20 of 36 matrices)"),
         ({"level": {"o": 1, "ffn": 4}, "blocks": ["o", "ffn"]}, "PC of several levels on o, gate, up, down (20 of 36 matrices)"),
         ({"blocks": ["layers.0.*.wo"]}, "PC level 4 on layers.0.*.wo"),
     ],

@@ -78,7 +78,6 @@ REFUSED_ANYWHERE = [
     ({"training.local_batch_size": 1}, {"pp": 2}, '= 1 makes 1 microbatches (parallelism.pipeline_parallel_microbatch_size); "1F1B"'),
     ({**INTERLEAVED, "training.local_batch_size": 5}, {"pp": 2}, '"Interleaved1F1B" on 2 ranks needs a multiple of 2'),
     ({}, {"pp": 7}, "model.n_layers = 4 is too few for the 7 stages"),
-    (INTERLEAVED, {"pp": 4}, "model.n_layers = 4 is too few for the 8 stages"),
     ({"training.global_batch_size": 12}, {"dp_shard": 2}, "training.global_batch_size = 12 is not a multiple"),
     ({"pc.level": 1.5}, {}, f"pc.level = 1.5 should be {LEVEL_NAMES}, coefficients"),
     ({"pc.level": 9}, {}, f"PC level 9 does not exist; use {LEVEL_NAMES} or a list"),
@@ -92,24 +91,20 @@ REFUSED_ON_CPU = [
 
 ACCEPTED = [
     ({}, {}),
-    ({}, {"dp_shard": 8}),
     ({}, {"dp_replicate": 2, "dp_shard": 2}),
     ({}, {"dp_shard": 2, "tp": 2, "pp": 2}),
     (EMULATED_FLOAT8, {"dp_shard": 2, "tp": 2}),
-    ({**EMULATED_FLOAT8, "pc.enable": False}, {}),
     ({**COMPILE, **INTERLEAVED}, {"pp": 2}),
     (ZBV, {"pp": 2}),
-    (COMPILE, {"tp": 2}),
     ({**COMPILE, **AC_OP}, {"tp": 2}),
     ({**COMPILE, **AC_OP}, {"dp_shard": 2, "pp": 2}),
 ]
 
 
-@pytest.mark.parametrize("cpu", [True, False], ids=["cpu", "gpu"])
 @pytest.mark.parametrize("settings, degrees, sentence", REFUSED_ANYWHERE, ids=lambda value: str(value)[:40])
-def test_refused_anywhere(cpu, settings, degrees, sentence):
+def test_refused_anywhere(settings, degrees, sentence):
     with pytest.raises(UserError) as error:
-        _check(settings, degrees, on_cpu=cpu)
+        _check(settings, degrees)
     assert sentence in str(error.value)
     assert "\n" not in str(error.value)
 
