@@ -153,7 +153,6 @@ def test_progress_counts_what_is_read(tmp_path, monkeypatch):
         ("a.csv", b"id;text\n1;x\n", "a.csv: no columns 'text'; columns are id;text (--text-key)"),
         ("a.csv", b"text,id,text\nx,1,y\n", "a.csv: 2 columns 'text'; columns are text, id, text (--text-key)"),
         ("a.csv", b"id,text\n1,x\n\n2,a, b\n", "a.csv, line 4: 3 fields, the header has 2; a text with a comma needs"),
-        ("a.csv", b"id,text\n1\n", "a.csv, line 2: 1 fields, the header has 2"),
         ("a.csv", b'id,text\n1,"x\ny"\n2,x,\n', "a.csv, line 4: 3 fields, the header has 2"),
         (
             "a.csv.gz",
@@ -161,7 +160,6 @@ def test_progress_counts_what_is_read(tmp_path, monkeypatch):
             "a.csv.gz, line 11: 1 fields, the header has 2",
         ),
         ("a.csv", b'id,text\n1,"open\n2,x\n', "a.csv, line 3: unexpected end of data"),
-        ("a.csv", b'id,text\n1,x\n2,"a "b" c"\n3,x\n', "a.csv, line 3: ',' expected after"),
         ("a\udce9.txt", b"x", "a\udce9.txt: its name is not UTF-8; rename it"),
         ("a.txt", "x".encode("utf-16"), "a.txt: is UTF-16; convert it: iconv -f UTF-16 -t UTF-8"),
         ("a.txt.gz", b"no gzip", "a.txt.gz cannot be read: "),

@@ -42,20 +42,9 @@ def test_a_tokenizer_is_trained_on_the_first_megabytes(megabytes, is_read, tmp_p
     assert ("yz" in json.loads((tmp_path / "made" / "tokenizer.json").read_text())["model"]["vocab"]) == is_read
 
 
-@pytest.mark.parametrize("bos", [None, "</s>"], ids=["none", "the EOS, as GPT-2's"])
-def test_without_a_bos_of_its_own(hugging_face_folder, tmp_path, bos):
-    config = json.loads((hugging_face_folder / "tokenizer_config.json").read_text())
-    (tmp_path / "tokenizer.json").write_bytes((hugging_face_folder / "tokenizer.json").read_bytes())
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"bos_token": bos}))
-    with_bos, without = load_tokenizer(hugging_face_folder), load_tokenizer(tmp_path)
-    assert with_bos.sha256 != without.sha256 and without.bos_id is None
-    assert without.documents(["x"]).tolist() == [*without.encode("x"), without.eos_id]
-
-
 NONE, MADE = "neither .* nor a SentencePiece model", {"bos_token": "<s>", "eos_token": "</s>"}
 MISTAKES = {
     "no/such/folder": ({}, NONE),
-    "gpt3": ({}, NONE),
     "broken.model": ({"broken.model": "not a model"}, NONE),
     ".": ({}, NONE),
     "no settings": ({"tokenizer.json": None}, "no end-of-text token .*: tokenizer_config.json names no eos_token"),

@@ -64,17 +64,6 @@ def test_odd_documents_come_back(documents, tmp_path_factory, write_parquet):
     }
 
 
-def test_split_follows_the_text_alone():
-    texts = [f"document {i}" for i in range(4000)]
-    divided = split_by_hash(texts, 0.1)
-    # 4000 draws at 0.1: standard deviation 19; five of them.
-    assert abs(len(divided["validation"]) - 400) < 95
-    again = split_by_hash(texts[::-1] + texts[:7], 0.1)
-    assert set(again["validation"]) == set(divided["validation"])
-    assert not set(again["train"]) & set(again["validation"])
-    assert set(split_by_hash(texts, 0.05)["validation"]) < set(divided["validation"])
-
-
 def test_however_files_are_divided_each_text_is_read_once(monkeypatch, tmp_path, make_texts, write_parquet):
     hub = SimpleNamespace(open=lambda address: open(address.removeprefix("hf://"), "rb"))
     monkeypatch.setattr(fsspec, "filesystem", {"hf": hub}.get)
@@ -224,20 +213,17 @@ def test_a_small_file_of_much_text_does_not_fill_the_memory(tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("source", "subset", "message"),
+    ("source", "message"),
     [
-        ("nowhere/at/all", None, "nowhere/at/all: no such file, folder or Hub dataset"),
-        ("a/b.jsonl", None, "a/b.jsonl: no such file"),
-        (".", "sample-10BT", r"\. is a local path, but --subset selects part of a Hub dataset"),
-        ("*.parquet", None, r"\*\.parquet: no such file"),
-        (".", None, "a.docx: no text file"),
-        ("a.docx", None, "a.docx: no text file"),
-        ("a.txt", None, "a.txt: there is no text in it"),
-        ("a.parquet", None, "a.parquet: there is no text in it"),
-        ("a.csv", None, "a.csv: there is no text in it"),
+        ("nowhere/at/all", "nowhere/at/all: no such file, folder or Hub dataset"),
+        ("a/b.jsonl", "a/b.jsonl: no such file"),
+        (".", "a.docx: no text file"),
+        ("a.txt", "a.txt: there is no text in it"),
+        ("a.parquet", "a.parquet: there is no text in it"),
+        ("a.csv", "a.csv: there is no text in it"),
     ],
 )
-def test_mistakes_in_the_command(source, subset, message, tmp_path, monkeypatch, write_parquet):
+def test_mistakes_in_the_command(source, message, tmp_path, monkeypatch, write_parquet):
     monkeypatch.chdir(tmp_path)
     Path("a.docx").write_text("x")
     if source == "a.txt":
@@ -247,7 +233,7 @@ def test_mistakes_in_the_command(source, subset, message, tmp_path, monkeypatch,
     if source == "a.csv":
         Path("a.csv").write_text("id,text\n")
     with pytest.raises(UserError, match=f"^--input {message}"):
-        tokenize(source, output="out", subset=subset)
+        tokenize(source, output="out")
 
 
 def test_disk_full_in_the_middle(parquet_folder, tmp_path, monkeypatch):
