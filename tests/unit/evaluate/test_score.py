@@ -106,7 +106,6 @@ def test_mistakes(pc_export, evaluation_data, tmp_path):
         ([str(pc_export)], {"names": ["mmlu"]}, "mmlu: tasks are lambada_openai, hellaswag"),
         ([str(pc_export)], {"names": []}, "no task: tasks are"),
         ([str(pc_export), str(pc_export)], {}, "two models are called 'pc'"),
-        ([str(tmp_path)], {}, "not a checkpoint"),
     ]:
         with pytest.raises(UserError, match=message):
             run(models, tmp_path / "out", evaluation_data, **settings)
