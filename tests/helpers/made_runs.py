@@ -38,7 +38,6 @@ def make_run(
     flavor: str = "debug",
     seed: int = 0,
     vocab_size: int = 32_000,
-    step: int = 7,
 ) -> MadeRun:
     """Draw weights, evaluate PC where configured, and save them in the layout of a resumable checkpoint."""
     torch.manual_seed(seed)
@@ -80,7 +79,7 @@ def make_run(
     }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.toml").write_text(tomli_w.dumps(config))
-    checkpoint = folder / "checkpoint" / f"step-{step}"
+    checkpoint = folder / "checkpoint" / "step-7"
     dcp.save(states, storage_writer=ChecksummedWriter(checkpoint), no_dist=True)
     raw.load_state_dict(effective, strict=True)
     return MadeRun(checkpoint, raw.eval())

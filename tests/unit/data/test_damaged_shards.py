@@ -36,12 +36,6 @@ def use(folder):
         next(iterator)
 
 
-def flip(path, byte):
-    content = bytearray(path.read_bytes())
-    content[byte] ^= 128
-    path.write_bytes(content)
-
-
 def test_a_truncated_shard_is_named_and_made_again(folder, parquet_folder):
     path = folder / "train" / "00002.tokens.npy"
     whole = path.read_bytes()
@@ -94,11 +88,6 @@ def test_a_shard_that_is_truncated_during_a_run_is_named(folder):
             next(iterator)
 
 
-def fill_with_zeros(path, begin=0):
-    content = path.read_bytes()
-    path.write_bytes(content[:begin] + bytes(len(content) - begin))
-
-
 def test_a_shard_that_becomes_zeros_during_a_run_is_refused(folder, monkeypatch):
     """As after a crash of a file system: the size is right, and token 0 is valid, but a model soon learns to predict it."""
     hashed, real = [], token_files.sha256_of
@@ -108,7 +97,8 @@ def test_a_shard_that_becomes_zeros_during_a_run_is_refused(folder, monkeypatch)
     next(batches)
     assert not hashed  # plausible tokens are not compared with the checksum
     for path in folder.glob("train/*.npy"):
-        fill_with_zeros(path, begin=128)
+        content = path.read_bytes()
+        path.write_bytes(content[:128] + bytes(len(content) - 128))
     with pytest.raises(UserError, match="tokens.npy does not have the checksum"):
         next(batches)
 
@@ -139,7 +129,10 @@ def test_a_verification_reads_every_shard_once(folder, monkeypatch):
     verify(manifest)
     assert sorted(read) == sorted(folder.glob("*/*.npy")) and len(read) == 10
     before = sorted(folder.rglob("*"))
-    flip(folder / manifest.shards["train"][3].tokens_file, 150)  # the low byte of a token, which becomes another one
+    path = folder / manifest.shards["train"][3].tokens_file
+    content = bytearray(path.read_bytes())
+    content[150] ^= 128  # the low byte of a token, which becomes another one
+    path.write_bytes(content)
     with pytest.raises(UserError, match="00003"):
         verify(manifest)
     assert sorted(folder.rglob("*")) == before

@@ -20,13 +20,9 @@ def folders(shards, tmp_path_factory, write_parquet, make_texts):
     return [str(shards.folder), str(tokenize(str(file), folder / "books", validation_fraction=0.1).folder)]
 
 
-def rows(batch) -> list[tuple[int, ...]]:
-    return [tuple(row) for row in batch[0]["input"].tolist()]
-
-
 def take(loader, count: int) -> list[tuple[int, ...]]:
     iterator = iter(loader)
-    return [row for _ in range(count) for row in rows(next(iterator))]
+    return [tuple(row) for _ in range(count) for row in next(iterator)[0]["input"].tolist()]
 
 
 def test_shares_are_exact_in_each_cycle_and_near_in_each_part_of_it():

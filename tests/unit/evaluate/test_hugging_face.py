@@ -126,7 +126,6 @@ def test_an_export_is_written_whole_or_not_at_all(tmp_path, pc_run, monkeypatch)
 EXPORT = """
 import sys
 from pc_recipe.evaluate import hugging_face
-from pc_recipe.evaluate.generate import continue_text
 def stop(*_):
     print("writing", flush=True)
     sys.stdin.read()

@@ -7,7 +7,6 @@ import tomllib
 import pytest
 import tomli_w
 
-import helpers.tiny  # noqa: F401 (the flavor)
 from helpers.made_runs import make_run, validations, write_metrics, write_run
 from helpers.tiny import make_shards
 from pc import PCConfig
