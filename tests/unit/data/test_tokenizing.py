@@ -64,6 +64,17 @@ def test_odd_documents_come_back(documents, tmp_path_factory, write_parquet):
     }
 
 
+def test_split_follows_the_text_alone():
+    texts = [f"document {i}" for i in range(4000)]
+    divided = split_by_hash(texts, 0.1)
+    # 4000 draws at 0.1: standard deviation 19; five of them.
+    assert abs(len(divided["validation"]) - 400) < 95
+    again = split_by_hash(texts[::-1] + texts[:7], 0.1)
+    assert set(again["validation"]) == set(divided["validation"])
+    assert not set(again["train"]) & set(again["validation"])
+    assert set(split_by_hash(texts, 0.05)["validation"]) < set(divided["validation"])
+
+
 def test_however_files_are_divided_each_text_is_read_once(monkeypatch, tmp_path, make_texts, write_parquet):
     hub = SimpleNamespace(open=lambda address: open(address.removeprefix("hf://"), "rb"))
     monkeypatch.setattr(fsspec, "filesystem", {"hf": hub}.get)

@@ -112,6 +112,16 @@ def test_while_an_optimizer_has_yet_to_step_what_is_read_is_pc(read):
         require_pc(loop.preconditioner)
 
 
+def test_a_state_that_is_loaded_while_an_optimizer_has_yet_to_step_is_read_as_it_is():
+    loop, other = Loop(one_for_each_block), Loop(one_for_each_block, seed=1)
+    loop.backward()
+    loop.pull_back()
+    loop.optimizers[0].step()
+    loop.model.load_state_dict(other.model.state_dict())
+    assert torch.equal(loop.model(toy_batch(0)), other.model(toy_batch(0)))
+    assert same(loop.model.state_dict(), other.model.state_dict())
+
+
 @pytest.mark.parametrize("read", [pc.merge, pc.plain_state_dict])
 def test_a_model_in_half_precision_is_exported_but_not_trained(read):
     loop = Loop()
