@@ -12,6 +12,7 @@ from pc_recipe.config.schema import Config
         ({"enable": False}, "no PC"),
         ({"level": 2, "blocks": ["o"]}, "PC level 2 on o (5 of 36 matrices)"),
         ({"level": {"o": 1, "ffn": 4}, "blocks": ["o", "ffn"]}, "PC of several levels on o, gate, up, down (20 of 36 matrices)"),
+        ({"level": [2.5, -1.5], "blocks": ["o"]}, "PC of given coefficients on o (5 of 36 matrices)"),
         ({"blocks": ["layers.0.*.wo"]}, "PC level 4 on layers.0.*.wo"),
     ],
     ids=str,
