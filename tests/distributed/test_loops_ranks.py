@@ -32,6 +32,7 @@ from helpers.toy import (
     Loop,
     ToyBlock,
     expected_pc,
+    one_for_each_block,
     require_near,
     require_pc,
     toy_batch,
@@ -504,6 +505,25 @@ def _asks_alone(rank):
 
 def test_one_replica_may_ask_for_the_state_alone():
     require_near(*run_ranks(2, _asks_alone), tolerance=0.0)
+
+
+def in_one_unit(model):
+    return fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+
+
+def _evaluates_between_steps(_rank, wrap):
+    loop = Loop(one_for_each_block, wrap=wrap, **SETTINGS)
+    loop.backward()
+    loop.pull_back()
+    loop.optimizers[0].step()
+    return {"output": [loop.model(toy_batch(0)).detach()]}
+
+
+def test_shards_that_are_read_between_the_steps_of_two_optimizers_are_of_pc():
+    """It is written before FSDP gathers the weights for the forward pass."""
+    expected = _evaluates_between_steps(0, lambda model: model)
+    for found in run_ranks(2, _evaluates_between_steps, in_one_unit):
+        require_near(found, expected)
 
 
 def _zero(rank):

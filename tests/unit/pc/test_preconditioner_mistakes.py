@@ -61,6 +61,13 @@ def test_calls_in_a_wrong_order_are_refused(follow, calls, said):
     require_refused(said, lambda: loop.call(wrong))
 
 
+def test_clipping_what_was_not_pulled_back_is_refused():
+    """Only the optimizer's own state may be asked for between micro-batches."""
+    loop = Loop(sgd).call("backward")
+    loop.optimizer.state_dict()
+    require_refused(NOT_PULLED_BACK, lambda: nn.utils.clip_grad_norm_(loop.optimizer.param_groups[0]["params"], 1.0))
+
+
 def test_pull_back_twice_pulls_back_once():
     loop, other = Loop(sgd), Loop(sgd)
     loop.call("backward", "pull_back")
