@@ -22,6 +22,8 @@ class Kind:
     """Whether it keeps the weights' norms. Its rate is then `hyperball_lr`, and it has no decay, which only controls norms."""
     splits_heads: bool = False
     """Whether a parameter group may treat each attention head as a matrix (`muon_heads`)."""
+    own_keys: tuple[str, ...] = ()
+    """Beginnings of the keys that only such optimizers read."""
 
     def lr(self, config: "OptimizerSection") -> float:
         """Its peak learning rate."""
@@ -72,9 +74,9 @@ def _of_muon(config: "OptimizerSection") -> dict[str, Any]:
 
 KINDS: dict[str, Kind] = {
     "AdamW": Kind(_adamw, states=2),
-    "Muon": Kind(_muon, states=1, splits_heads=True),
-    "AdamH": Kind(_adamh, states=2, keeps_norms=True),
-    "MuonH": Kind(_muonh, states=1, keeps_norms=True, splits_heads=True),
+    "Muon": Kind(_muon, states=1, splits_heads=True, own_keys=("muon_",)),
+    "AdamH": Kind(_adamh, states=2, keeps_norms=True, own_keys=("hyperball_lr",)),
+    "MuonH": Kind(_muonh, states=1, keeps_norms=True, splits_heads=True, own_keys=("muon_", "hyperball_lr")),
 }
 """{optimizer.name: Kind}; in lower case, these are the names of the optimizer states in a checkpoint."""
 
@@ -107,6 +109,6 @@ class OptimizerSection(Section):
 
     def list_unread(self) -> list[str]:
         """Keys that are set, but that only other optimizers read."""
-        reads = {"muon_": "Muon" in self.name, "hyperball_lr": KINDS[self.name].keeps_norms}
-        of_others = tuple(prefix for prefix, is_read in reads.items() if not is_read)
+        own = KINDS[self.name].own_keys
+        of_others = tuple(key for kind in KINDS.values() for key in kind.own_keys if key not in own)
         return sorted(name for name in self.model_fields_set if name.startswith(of_others))
