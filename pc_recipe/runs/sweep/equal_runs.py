@@ -20,7 +20,7 @@ from pc_recipe.config.inheritance import validated
 from pc_recipe.config.run_key import BATCH, START, code_version, differing_keys, result_key
 from pc_recipe.files import look, run_folder
 from pc_recipe.runs.run import Run
-from pc_recipe.runs.sweep.spec import Sweep
+from pc_recipe.runs.sweep.spec import SWEEPS, Sweep
 
 OUTPUTS = Path("outputs")
 """Default folder of runs, of sweeps and of single configs."""
@@ -103,7 +103,7 @@ def group_runs(sweeps: Sequence[Sweep], world_size: int | None = None) -> list[E
             equal[0].append(run)
         else:
             groups_by_key.append((own_key, [run]))
-    trained = _read_started_runs([OUTPUTS, OUTPUTS / "sweeps", *[sweep.folder for sweep in sweeps]])
+    trained = _read_started_runs([OUTPUTS, SWEEPS, *[sweep.folder for sweep in sweeps]])
     groups = []
     for own_key, runs in groups_by_key:
         own = [run.folder for run in runs]

@@ -31,6 +31,9 @@ from pc_recipe.config.run_key import all_values
 from pc_recipe.config.sections import Interval, Section, Text
 from pc_recipe.runs.run import Run
 
+SWEEPS = Path("outputs/sweeps")
+"""Default folder of sweeps."""
+
 
 class SweepConfig(Section):
     """The keys of a sweep's TOML; `parent` works as in any config."""
@@ -75,7 +78,7 @@ def load(path: str | Path) -> Sweep:
 def _sweep(path: Path, config: SweepConfig) -> Sweep:
     if not config.configs:
         raise UserError("configs is empty; name the training configs to vary")
-    folder = Path(config.folder or Path("outputs/sweeps") / path.stem)
+    folder = Path(config.folder or SWEEPS / path.stem)
     varied = list(dict.fromkeys(key for *_, settings in _combinations(config) for key in settings))
     for key in ("job.dump_folder", *(("debug.seed", "data.seed") if config.seeds else ())):
         if key in varied:
