@@ -271,11 +271,11 @@ def test_an_abandoned_branch_is_not_taken_up_again(copied):
 
 
 def test_a_resume_uses_the_settings_of_its_config(copied):
-    """The logged rate is that of blocks without a factor. unit/train/test_optimizers.py tests more settings of optimizers."""
+    """unit/train/test_optimizers.py tests more settings of optimizers."""
     config, folder = copied
     rates = tiny.metrics(folder, "lr")
     shutil.rmtree(folder / "checkpoint" / "step-6")
-    changed = ["--optimizer.lr", "1e-3", "--optimizer.lr_factors", "{o = 0.1}", "--training.global_batch_size", "24"]
+    changed = ["--optimizer.lr", "1e-3", "--training.global_batch_size", "24"]
     _run(1, config, [*changed, "--diagnostics.freq", "1", "--metrics.log_freq", "2"])
     assert tiny.metrics(folder, "lr")[-1] == pytest.approx(rates[-1] / 10)
     lines = read_log(folder).lines
