@@ -2,7 +2,8 @@
 
 The same file encodes the shards and is copied to the data folder and exports, so all give the same ids:
 
-- Text that spells BOS or EOS ("</s>") is encoded as ordinary characters.
+- Text that spells BOS or EOS ("</s>") is encoded as ordinary characters. Other programs encode it as the entry, since
+  chat templates and fine-tuning write entries into texts.
 - BOS stands in front of each document, EOS behind it.
 - Encoding runs in the calling thread: work is parallelised over processes, not threads.
 """
@@ -48,8 +49,14 @@ class Tokenizer:
         self.bos_id = None if converted.bos is None else self._model.token_to_id(converted.bos)
         self.eos_id = self._model.token_to_id(converted.eos)
         self.vocab_size = 1 + max(self._model.get_vocab(with_added_tokens=True).values())
-        ends = f"bos={self.bos_id} eos={self.eos_id}\n".encode()
-        self.sha256 = hashlib.sha256(ends + converted.content).hexdigest()
+        self.sha256 = self._sha256(converted.content)
+
+    def _sha256(self, content: bytes) -> str:
+        return hashlib.sha256(f"bos={self.bos_id} eos={self.eos_id}\n".encode() + content).hexdigest()
+
+    def has_checksum(self, sha256: str) -> bool:
+        """Whether it is the tokenizer of this checksum, or that one after transformers wrote its file again, on many lines."""
+        return sha256 in (self.sha256, self._sha256(self._model.to_str().encode()))
 
     @property
     def names(self) -> dict[str, str]:
@@ -109,6 +116,8 @@ class Tokenizer:
     def save(self, folder: str | Path, max_length: int | None = None) -> None:
         """Write the files with which `load_tokenizer(folder)` and transformers give the same ids.
 
+        To transformers, as with any Llama's folder, text that spells a special entry is that entry.
+
         max_length: the model's longest sequence.
         """
         # The class that reads tokenizer.json unchanged, by the name that old and new transformers know. A class such as
@@ -122,13 +131,15 @@ class Tokenizer:
         from transformers import PreTrainedTokenizerFast
 
         model = deepcopy(self._model)  # which transformers changes
-        return PreTrainedTokenizerFast(tokenizer_object=model, **self._settings(max_length))
+        settings = self._settings(max_length) | {
+            "split_special_tokens": True
+        }  # "</s>" in a text is text, as in training
+        return PreTrainedTokenizerFast(tokenizer_object=model, **settings)
 
     def _settings(self, max_length: int | None) -> dict[str, Any]:
         eos = self._converted.eos
         names = {"bos_token": self._converted.bos, "eos_token": eos, "pad_token": eos}  # tools need one for padding
-        # "</s>" in a text is text, as in training
-        settings = {"split_special_tokens": True, "clean_up_tokenization_spaces": False, "model_max_length": max_length}
+        settings = {"clean_up_tokenization_spaces": False, "model_max_length": max_length}
         return {key: value for key, value in (names | settings).items() if value is not None}
 
 

@@ -149,14 +149,17 @@ def _hold(opened: int, out: Path) -> None:
 
 
 def _load_folder(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    tensors = find_tensors(path)
+    tensors, names = find_tensors(path), run_tokenizer.exported_names(path)
     local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     try:
         read_settings(path, tensors)
         config: Any = AutoConfig.from_pretrained(path, **local)
         config._attn_implementation = None  # a config may name one to be downloaded
         with without_panics():
-            tokenizer = AutoTokenizer.from_pretrained(path, **local)
+            # in a text for an export, "</s>" is text, as in training
+            tokenizer = AutoTokenizer.from_pretrained(
+                path, **local, **({"split_special_tokens": True} if names else {})
+            )
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path,
             config=config,
@@ -175,8 +178,9 @@ def _load_folder(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         for tensor in sorted(report[f"{kind}_keys"]):
             raise UserError(f"{path}: tensor {tensor} is {kind}")
     _require_vocabulary(len(tokenizer), model.config.vocab_size, path)
-    if names := run_tokenizer.exported_names(path):
-        run_tokenizer.require_equal(names, load_tokenizer(path).names, f"{path} belongs to", "its folder now has")
+    if names and not (own := load_tokenizer(path)).has_checksum(names["sha256"]):
+        belongs = f'{path}: by "tokenizer" in config.json it belongs to'
+        run_tokenizer.require_equal(names, own.names, belongs, "its folder now has")
     # the folder's own sampling settings, such as a number of beams, are ignored
     ids = {f"{kind}_token_id": getattr(model.generation_config, f"{kind}_token_id") for kind in ("bos", "eos", "pad")}
     model.generation_config = GenerationConfig(**ids, do_sample=True)

@@ -122,7 +122,7 @@ def require_for_start(start: CheckpointFolder | Path, manifest: Manifest) -> Non
 
 def exported_names(folder: Path) -> Names | None:
     """What the config.json of an export says of its tokenizer; None for another folder."""
-    with suppress(ValueError, TypeError, KeyError):
+    with suppress(ValueError, TypeError, KeyError, RecursionError):
         names = json.loads(look.read(folder / "config.json") or b"{}")["tokenizer"]
         return {key: names[key] for key in ("name", "sha256")}
     return None

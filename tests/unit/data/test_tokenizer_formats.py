@@ -47,7 +47,7 @@ def came_through(reference, folder: Path, original, *, texts=TEXTS, decodes=True
     manifest = tokenize(str(folder / "in.jsonl"), folder / "out", tokenizer=str(reference), validation_fraction=0)
     tokenizer = manifest.load_tokenizer()
     tokenizer.save(folder / "export", 64)
-    theirs = AutoTokenizer.from_pretrained(folder / "export")
+    theirs = AutoTokenizer.from_pretrained(folder / "export", split_special_tokens=True)
     lead = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
     stored = [tokens.tolist() for tokens in read_documents(manifest, "train")]
     assert len(stored) == len(texts) and bool(lead) == adds_bos
@@ -414,7 +414,8 @@ def test_an_end_of_text_that_is_not_special_is_text_where_a_text_spells_it(tmp_p
     tokenizer = load_tokenizer(changed(tmp_path / "t", json.loads(model.to_str()), ENDS))
     assert not {300, 301} & set(tokenizer.encode("a </s> b <s>")) and (tokenizer.bos_id, tokenizer.eos_id) == (301, 300)
     tokenizer.save(tmp_path / "export")
-    assert AutoTokenizer.from_pretrained(tmp_path / "export").encode("a </s>") == [301, *tokenizer.encode("a </s>")]
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "export", split_special_tokens=True)
+    assert theirs.encode("a </s>") == [301, *tokenizer.encode("a </s>")]
 
 
 def test_an_end_of_text_that_text_becomes_is_refused(tmp_path):

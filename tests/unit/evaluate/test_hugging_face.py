@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAdapter
-from transformers import GenerationConfig
+from transformers import AutoTokenizer, GenerationConfig
 
 from helpers.made_runs import make_run
 from helpers.tiny import ROOT, model_args
@@ -266,6 +266,17 @@ def test_sampling_settings_of_a_folder_are_not_used(tmp_path, pc_export):
     }
     assert model.generation_config.eos_token_id == settings["eos_token_id"]
     assert model.config._attn_implementation in ("eager", "sdpa")
+
+
+def test_text_that_spells_an_entry_is_text_to_a_run_and_its_export(tmp_path, pc_run, pc_export):
+    """To other programs it is the entry, as in any other folder."""
+    (ids, exported), others = (
+        [hugging_face.load(path)[1].encode("A</s>") for path in (pc_run.checkpoint, pc_export)],
+        AutoTokenizer.from_pretrained(pc_export).encode("A</s>"),
+    )
+    assert ids == exported and 2 not in ids and others[-1] == 2
+    folder = tampered(pc_export, tmp_path / "foreign", tokenizer=None)
+    assert hugging_face.load(folder)[1].encode("A</s>") == others
 
 
 def test_an_empty_prompt_begins_a_document(plain_run):

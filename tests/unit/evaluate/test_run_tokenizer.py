@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch.distributed.checkpoint as dcp
 from tokenizers import Tokenizer
+from transformers import AutoTokenizer, LlamaForCausalLM
 
 from helpers.format_1 import make_format_1
 from helpers.made_runs import make_run
@@ -113,8 +114,24 @@ def test_a_start_from_weights_of_another_tokenizer_is_refused(run, data, tmp_pat
     data["two"].load_tokenizer().save(export)  # the weights still belong to the first
     with pytest.raises(UserError, match=OTHER):
         require_for_start(export, data["two"])
-    with pytest.raises(UserError, match="out belongs to tokenizer '.*one' .*, its folder now has tokenizer '.*out'"):
+    with pytest.raises(
+        UserError,
+        match=r"out: by .* config\.json it belongs to tokenizer '.*one' .*, its folder now has tokenizer '.*out'",
+    ):
         hugging_face.load(export)
+
+
+def test_an_export_that_transformers_saved_again_has_the_same_tokenizer(run, tmp_path):
+    """As after fine-tuning. It writes the file on many lines, with the padding and truncation of the last call."""
+    hugging_face.export(run, tmp_path / "out")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    tokenizer(["a", "a text"], padding=True, truncation=True, max_length=16)
+    LlamaForCausalLM.from_pretrained(tmp_path / "out").save_pretrained(tmp_path / "tuned")
+    tokenizer.save_pretrained(tmp_path / "tuned")
+    files = [(tmp_path / name / "tokenizer.json").read_bytes() for name in ("out", "tuned")]
+    assert files[0] != files[1]  # control
+    _, again = hugging_face.load(tmp_path / "tuned")
+    assert again.encode("The river</s>") == hugging_face.load(run)[1].encode("The river</s>")
 
 
 def test_a_start_from_a_folder_of_another_origin(data, tmp_path):
@@ -156,7 +173,7 @@ def test_a_run_on_data_with_a_damaged_tokenizer_says_what_an_export_will_miss(da
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("config", ["[]", "{", '{"tokenizer": "mine"}', '{"tokenizer": {"name": "x"}}'])
+@pytest.mark.parametrize("config", ["[]", "{", "[" * 100_000, '{"tokenizer": "mine"}', '{"tokenizer": {"name": "x"}}'])
 def test_a_config_that_names_no_tokenizer_is_ignored(config, data, tmp_path):
     """The folder's own tokenizer counts."""
     make_tokenizer(tmp_path / "llama")
