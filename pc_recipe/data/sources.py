@@ -26,10 +26,10 @@ ENDINGS = (PARQUET, *READERS)
 HUB_DATASET = re.compile(r"[\w.-]+/[\w.-]+")
 BATCH = 8
 """documents read and encoded together: more are no faster, and a file of 0.2 MB may hold one text of 100 MB many times"""
-_SPLIT = re.compile(
-    r"([\w-]+\.)?(train|validation|valid|val|dev|test)(?:-\d{5}-of-\d{5}(?:-[0-9a-f]{16})?)?(?:\.[a-z.]+)?"
+_OTHER_SPLIT = re.compile(
+    r"(?<![^\W\d_])(validation|valid|dev|val|test|testing|eval|evaluation)(?![^\W\d_])", re.IGNORECASE
 )
-"""the name of a split's file or folder"""
+"""a word by which `datasets` knows the files of a split other than train; it may be any word of a path"""
 _NOT_UTF8 = re.compile("[\ud800-\udfff]")
 
 
@@ -97,9 +97,9 @@ def _find_files(source: str, subset: str | None, output: Path | None, left_out: 
     return [file for file in files if has_text(file)]
 
 
-def has_text(file: str) -> bool:
+def has_text(file: str | Path) -> bool:
     """Whether the ending of a file's name is known."""
-    return ending_of(file) in ENDINGS
+    return ending_of(str(file)) in ENDINGS
 
 
 def find_local_files(source: str, subset: str | None, output: Path | None, left_out: Counter[str]) -> list[str] | None:
@@ -140,23 +140,28 @@ def _walk(folder: Path, left_out: Counter[str]) -> Iterator[Path]:
 
 
 def _leave_out_other_splits(files: list[Path], folder: Path, left_out: Counter[str]) -> list[Path]:
-    """The files of a cloned data set, judged by names, without its card, and without splits other than train that lie beside
-    train."""
-    splits: dict[Path, tuple[tuple, str]] = {}
-    for file in files:
-        parts = file.relative_to(folder).parts
-        for i, part in enumerate(parts):
-            if match := _SPLIT.fullmatch(part):
-                splits[file] = (*parts[:i], match[1]), match[2]
-                break
-    trained = {place for place, split in splits.values() if split == "train"}
-    others = [file for file, (place, split) in splits.items() if split != "train" and place in trained]
-    reasons = dict.fromkeys(others, "of another split than train")
+    """The files whose names, and those of their folders below `folder`, are of no split other than train.
+
+    A data set's card is left out too.
+
+    Raises:
+        UserError: no file with text is left.
+    """
+    reasons = {
+        file: "of another split than train" for file in files if _OTHER_SPLIT.search(str(file.relative_to(folder)))
+    }
+    others = sorted(map(str, filter(has_text, reasons)))
     card = folder / "README.md"
-    if trained and card in files and (look.read(card) or b"").startswith(b"---"):
+    if card in files and (look.read(card) or b"").startswith(b"---"):
         reasons[card] = "the card of a data set"
+    kept = [file for file in files if file not in reasons]
+    if others and not any(map(has_text, kept)):
+        raise UserError(
+            f"--input {folder}: its files are of other splits than train, such as {others[0]}; to train on them, name "
+            "the files themselves"
+        )
     left_out.update(reasons.values())
-    return [file for file in files if file not in reasons]
+    return kept
 
 
 def find_hub_files(dataset: str, subset: str | None) -> list[str]:

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.csv as arrow_csv
 import pyarrow.parquet as pq
 import pytest
-from datasets import Dataset
+from datasets import Dataset, load_dataset_builder
 from tokenizers import Tokenizer
 
 from helpers.small_tokenizers import make_tokenizer
@@ -331,34 +331,46 @@ def test_a_clone_of_a_data_set_gives_its_training_split(tmp_path, write_parquet)
         "notes.md", "train-00000-of-00002.parquet", "train-00001-of-00002.parquet"
     ]  # fmt: skip
     assert manifest.source["left_out"] == {"hidden": 1, "of another split than train": 2, "the card of a data set": 1}
-    # other names that `datasets` knows
-    for one, other in (("train-00000-of-00001-a09b74b3ef9c3b56", "test-00000-of-00001-a09b74b3ef9c3b56"),
-                       ("train/0", "test/0"), ("wiki.train", "wiki.test")):  # fmt: skip
-        named = tmp_path / one.partition("/")[0] / "named"
-        for name in (one, other):
-            (named / f"{name}.jsonl").parent.mkdir(parents=True, exist_ok=True)
-            (named / f"{name}.jsonl").write_bytes(lines(name))
-        assert texts_of(named) == [one]
-    # in a folder of your own texts such names mean nothing
-    own = tmp_path / "own"
-    for name in (
-        "README.md",
-        "ml/train.md",
-        "docs/dev/a.md",
-        "journeys/train/a.md",
-        "v1.test.md",
-        "train.txt",
-        "train/dev.md",
-    ):
-        (own / name).parent.mkdir(parents=True, exist_ok=True)
-        (own / name).write_text(name)
-    assert len(texts_of(own)) == 7
-    # named directly, or without a training split, they are read
+    # named themselves they are read
     for source in (tmp_path / "data" / "test-00000-of-00001.parquet", tmp_path / "README.md"):
         assert len(texts_of(source)) == 1
-    (tmp_path / "only").mkdir()
-    (tmp_path / "only" / "test.jsonl").write_bytes(lines("x"))
-    assert texts_of(tmp_path / "only") == ["x"]
+
+
+SPLIT_NAMES = {
+    "train_0 train_1": "test_0 test0 val2017 dev2",
+    "c4-train.00000-of-00002": "c4-validation.00000-of-00001 en/validation/0 en/c4-valid/0/part",
+    "TinyStories-train": "TinyStories-valid Test VALID/a",
+    "a train/a training/a my-training-data": "evaluation/a eval wiki.eval my-testing-data train/dev testing",
+    "latest contest/a devices evaluated testament values validations détest": "",
+    # words of a path, though not to `datasets`
+    "split=train/part-0": "split=test/part-0 (test) a+dev",
+}
+
+
+@pytest.mark.parametrize("train", SPLIT_NAMES)
+def test_files_of_other_splits_are_left_out(train, tmp_path):
+    """Whatever their name has in front of the split's name and behind it; SPLIT_NAMES: {read: left out}."""
+    folder = tmp_path / "test"  # named by the user, so its own name says nothing
+    for name in (read := train.split()) + (others := SPLIT_NAMES[train].split()):
+        (folder / f"{name}.jsonl").parent.mkdir(parents=True, exist_ok=True)
+        (folder / f"{name}.jsonl").write_bytes(lines(name))
+    assert sorted(texts_of(folder)) == sorted(read)
+    left_out = Counter()
+    find_files([str(folder)], left_out)
+    assert +left_out == Counter({"of another split than train": len(others)})
+    if others and "=" not in train:  # `datasets` finds most of them; the rest it would train on, or read nowhere
+        found = load_dataset_builder(str(folder), cache_dir=str(tmp_path)).config.data_files
+        files = [*found.get("validation", ()), *found.get("test", ())]
+        theirs = {str(Path(file).relative_to(folder)).removesuffix(".jsonl") for file in files}
+        assert theirs and theirs <= set(others)
+
+
+def test_a_folder_of_other_splits_only_is_refused(tmp_path):
+    (tmp_path / "README.md").write_text("---\nlicense: mit\n---\nA card.")
+    (tmp_path / "test.jsonl").write_bytes(lines("x"))
+    with pytest.raises(UserError, match="its files are of other splits than train, such as .*/test.jsonl; to train on"):
+        texts_of(tmp_path)
+    assert texts_of(tmp_path / "test.jsonl") == ["x"]
 
 
 def test_other_keys_and_columns(tmp_path):
