@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
-from itertools import islice
+from itertools import chain, groupby, islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -73,7 +73,8 @@ def build(content: bytes) -> Tokenizer:
 
 
 def from_folder(folder: Path) -> Converted:
-    """tokenizer.json as it is, except that it puts BOS in front of a text, and neither adds more, nor truncates or pads."""
+    """tokenizer.json as it is, except that it puts BOS in front of a text, and neither adds more, nor truncates, pads or
+    drops merges at random: the ids depend on the text alone."""
     given, settings = look.read(folder / FILE) or b"", json.loads(look.read(folder / SETTINGS) or b"{}")
     names = [settings.get(key) for key in ("bos_token", "eos_token")]
     bos, eos = (name["content"] if isinstance(name, dict) else name for name in names)
@@ -95,6 +96,8 @@ def from_folder(folder: Path) -> Converted:
     if content["model"].get("type") == "Unigram":  # where they have the best score, so text would be encoded as them
         vocab = content["model"]["vocab"]
         content["model"]["vocab"] = [[piece, -1e6 if piece in (bos, eos) else score] for piece, score in vocab]
+    if content["model"].get("dropout"):  # of BPE: with it the library encodes at random; no other key of a model is
+        content["model"]["dropout"] = None
     content |= {"truncation": None, "padding": None, "post_processor": None}
     if bos is not None:
         content["post_processor"] = json.loads(_bos_first(bos, ids[bos]).__getstate__())
@@ -188,7 +191,7 @@ def _list_merges(ranks: Mapping[Piece, float]) -> list[tuple[Piece, Piece]]:
     """All pairs that make an entry, in the order in which both libraries merge neighbours: lowest rank of the entry first.
 
     Of equal ones they merge the first in the text. In a text A B C where A B and B C make the same entry, that is A B;
-    this entry also begins with B. Entries of equal rank are runs of spaces, which grow from the left.
+    this entry also begins with B. Entries of equal rank may only be runs of one character, which grow from the left.
     """
     pairs = []
     for piece, rank in ranks.items():
@@ -196,7 +199,15 @@ def _list_merges(ranks: Mapping[Piece, float]) -> list[tuple[Piece, Piece]]:
             left, right = piece[:end], piece[end:]
             if left in ranks and right in ranks:
                 pairs.append((rank, not piece.startswith(right), -end, left, right))
-    return [(left, right) for *_, left, right in sorted(pairs)]
+    pairs.sort()
+    for _, tied in groupby(pairs, lambda pair: pair[0]):
+        entries = sorted({left + right for *_, left, right in tied})
+        if len(entries) > 1 and len(set(chain(*entries))) > 1:  # as of words that were added to a finished model
+            raise UserError(
+                f"its entries {entries[0]!r} and {entries[1]!r} have the same score, so which is made depends on their "
+                f"places in the text; {FILE} cannot do the same: give each entry a score of its own"
+            )
+    return [(left, right) for *_, left, right in pairs]
 
 
 def _bos_first(bos: str, bos_id: int) -> processors.TemplateProcessing:

@@ -6,6 +6,7 @@ Each is compared with the library that its file is made for, which the project d
 import io
 import json
 import os
+import random
 import shutil
 import zipfile
 from pathlib import Path
@@ -18,6 +19,7 @@ import tiktoken
 import tiktoken_ext.openai_public as public
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sentencepiece import sentencepiece_model_pb2
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer
 
@@ -121,6 +123,34 @@ def test_a_sentencepiece_model_that_says_what_tokenizer_json_cannot_is_refused(w
     with pytest.raises(UserError, match=f"^tokenizer '.*mine.model': it .*{why}[^\n]*$"):
         tokenize(str(DOCS / "data.md"), tmp_path / "out", tokenizer=str(tmp_path / "mine.model"))
     assert not (tmp_path / "out").exists()
+
+
+def extended(*words: str, score: float = 0.0) -> bytes:
+    """The default model with entries appended, as scripts do that add a language to Llama."""
+    model = sentencepiece_model_pb2.ModelProto.FromString(_mistral_model().read_bytes())
+    for place, word in enumerate(words):
+        model.pieces.add(piece=word, score=score * place, type=1)
+    return model.SerializeToString()
+
+
+OVERLAPPING = "大学 学生 生活 活动 据说 说明 明天 天空 世界 界面 面对 对象".split()
+
+
+def test_appended_entries_of_one_score_are_refused(tmp_path):
+    """Of 大学 and 学生, SentencePiece makes the one further left; a list of merges always the same one."""
+    file = tmp_path / "mine.model"
+    file.write_bytes(extended(*OVERLAPPING))
+    with pytest.raises(
+        UserError, match="its entries '.*' and '.*' have the same score, .*: give each entry a score of"
+    ):
+        load_tokenizer(file)
+    # with scores of their own they come through, in texts made of overlapping entries
+    file.write_bytes(extended(*OVERLAPPING, score=0.5))
+    original = sentencepiece.SentencePieceProcessor(model_file=str(file))
+    draw = random.Random(0)
+    texts = ["".join(draw.choices("".join(OVERLAPPING), k=12)) for _ in range(200)]
+    assert sum(any(original.id_to_piece(i) in OVERLAPPING for i in original.encode(text)) for text in texts) > 100
+    assert load_tokenizer(file).encode_batch(texts) == original.encode(texts)
 
 
 @pytest.fixture(scope="module")
@@ -425,6 +455,44 @@ def test_an_end_of_text_that_text_becomes_is_refused(tmp_path):
         UserError, match="^tokenizer '.*': it encodes the text 'e' as 'e' or None, which separate documents"
     ):
         load_tokenizer(folder)
+
+
+def test_a_tokenizer_with_dropout_encodes_as_without(tmp_path):
+    model = in_bytes(dropout=0.3)
+    tokenizer = changed(tmp_path / "random", json.loads(model.to_str()), ENDS)
+    assert model.encode(REAL[1] * 5).ids != model.encode(REAL[1] * 5).ids  # control
+    model.model.dropout, model.encode_special_tokens = None, True
+    came_through(
+        tokenizer, tmp_path / "made", lambda text: model.encode(text, add_special_tokens=False).ids, texts=REAL
+    )
+    # one that has no effect stays, and so does the checksum
+    without = json.loads(model.to_str())
+    without["model"]["dropout"] = 0.0
+    tokenizer = load_tokenizer(changed(tmp_path / "never", without, ENDS))
+    tokenizer.save(tmp_path / "export")
+    assert json.loads((tmp_path / "export" / "tokenizer.json").read_text())["model"]["dropout"] == 0.0
+
+
+def test_the_keys_of_tokenizer_json_are_those_that_were_judged():
+    """A new one may be no function of the text: `from_folder` clears dropout, truncation, padding and the post-processor."""
+    made = [
+        models.BPE({"a": 0}, []),
+        models.Unigram([("a", 0.0)], 0),
+        models.WordPiece({"a": 0}),
+        models.WordLevel({"a": 0}),
+    ]
+    state = [json.loads(Tokenizer(model).to_str()) for model in made]
+    assert " ".join(state[0]) == (
+        "version truncation padding added_tokens normalizer pre_tokenizer post_processor decoder model"
+    )
+    assert [" ".join(one["model"]) for one in state] == [
+        "type dropout unk_token continuing_subword_prefix end_of_word_suffix fuse_unk byte_fallback ignore_merges vocab merges",
+        "type unk_id vocab byte_fallback",
+        "type unk_token continuing_subword_prefix max_input_chars_per_word vocab",
+        "type vocab unk_token",
+    ]
+    sampling = state[1] | {"model": state[1]["model"] | {"alpha": 0.5, "nbest_size": 5}}  # attributes, not of the file
+    assert Tokenizer.from_str(json.dumps(sampling)).model.alpha is None
 
 
 def test_an_id_that_the_library_does_not_keep_is_refused(tmp_path):
