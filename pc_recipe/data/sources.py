@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, islice
 from pathlib import Path
 
 import pyarrow as pa
@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 
 from pc.errors import UserError
 from pc_recipe.data.manifest import Size
-from pc_recipe.data.text_files import HUB, READERS, ending_of, is_compressed, open_bytes
+from pc_recipe.data.text_files import FIRST, HUB, READERS, ending_of, is_compressed, open_bytes
 from pc_recipe.files import look
 from pc_recipe.files.inside import inside
 
@@ -197,7 +197,7 @@ def _measure_file(file: str, text_key: str) -> SourceFile:
         return SourceFile(file, 0, ())
     if ending_of(file) == PARQUET:
         return SourceFile(file, size, _row_groups(file, text_key))
-    next(_read(file, 0, 1, text_key), None)  # a mistake in the first line or in --text-key
+    any(islice(_read(file, 0, 1, text_key), FIRST))  # up to a text: a mistake in the first lines or in --text-key
     return SourceFile(file, size, (size * TEXT_IN_COMPRESSED if is_compressed(file) else size,))
 
 

@@ -9,6 +9,7 @@ import io
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import PurePosixPath
 from typing import Any, BinaryIO
 
@@ -19,6 +20,8 @@ from pc.errors import UserError
 
 HUB = "hf://"
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+FIRST = 100
+"""records that are looked at when a job starts; in JSON lines, one of them has to have the text key"""
 LONGEST = 16_384
 """characters of a document from a text file, some 4,000 tokens; a longer file becomes several"""
 
@@ -40,14 +43,25 @@ def open_text(file: str) -> Iterator[io.TextIOWrapper]:
 
 
 def read_json_lines(file: str, text_key: str) -> Iterator[str | None]:
+    """A record without the key is a document without text: so some writers leave out empty texts and null."""
     # Arrow's reader refuses lines that are longer than its blocks, and keys whose type changes
+    before, found = [], False  # the keys of records before the first with `text_key`
     with open_text(file) as stream:
         for number, line in enumerate(stream, start=1):
             if line.strip():
-                yield _text_of(line, text_key, f"{file}, line {number}")
+                record = _record_of(line, text_key, f"{file}, line {number}")
+                found = found or text_key in record
+                if not found:
+                    before.append(record.keys())
+                    if len(before) == FIRST:
+                        break
+                yield record.get(text_key)
+    if before and not found:
+        keys = ", ".join(dict.fromkeys(chain(*before)))
+        raise UserError(f"{file}: no key {text_key!r} in its first {len(before)} records; keys are {keys} (--text-key)")
 
 
-def _text_of(line: str, text_key: str, where: str) -> str | None:
+def _record_of(line: str, text_key: str, where: str) -> dict[str, Any]:
     def require_one_text(pairs: list[tuple[str, object]]) -> dict[str, object]:
         if [key for key, _ in pairs].count(text_key) > 1:
             raise ValueError(f"{text_key!r} twice")
@@ -56,14 +70,14 @@ def _text_of(line: str, text_key: str, where: str) -> str | None:
     try:
         twice = line.count(f'"{text_key}"') > 1  # the check takes time
         record = json.loads(line, object_pairs_hook=require_one_text if twice else None)
+        if not isinstance(record, dict):
+            raise ValueError("an object is expected")
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{where}: not JSON ({error})") from None
-    if not isinstance(record, dict) or text_key not in record:
-        keys = ", ".join(record) if isinstance(record, dict) else "none"
-        raise UserError(f"{where}: no key {text_key!r}; keys are {keys} (--text-key)")
-    if not isinstance(text := record[text_key], str | None):
+        array = "; for an array: jq -c '.[]' makes lines of it" if line.lstrip().startswith("[") else ""
+        raise UserError(f"{where}: not a JSON object ({error}){array}") from None
+    if not isinstance(text := record.get(text_key), str | None):
         raise UserError(f"{where}: {text_key!r} should hold text, not {text!r:.40} (--text-key)")
-    return text
+    return record
 
 
 def read_csv(file: str, text_key: str) -> Iterator[str | None]:

@@ -141,15 +141,25 @@ def test_progress_counts_what_is_read(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.jsonl", lines("x") + b"{'text': 1}\n", "a.jsonl, line 2: not JSON"),
+        ("a.jsonl", lines("x") + b"{'text': 1}\n", "a.jsonl, line 2: not a JSON object (Expecting"),
         (
             "a.jsonl",
             b'{"content": "x", "id": 3}\n',
-            "a.jsonl, line 1: no key 'text'; keys are content, id (--text-key)",
+            "a.jsonl: no key 'text' in its first 1 records; keys are content, id (--text-key)",
         ),
-        ("a.jsonl", b'["x"]\n', "a.jsonl, line 1: no key 'text'; keys are none"),
+        (
+            "a.jsonl",
+            b'{"id": 1}\n\n' * 60 + b'{"meta": {"text": "x"}}\n' * 40 + lines("too late"),
+            "a.jsonl: no key 'text' in its first 100 records; keys are id, meta (--text-key)",
+        ),
+        ("a.jsonl", lines("x") + b'["x"]\n', "a.jsonl, line 2: not a JSON object (an object is expected)"),
+        ("a.jsonl", b'[\n{"text": "x"}\n]\n', "a.jsonl, line 1: not a JSON object (Expecting value: line 2 column 1"),
         ("a.jsonl", b'{"text": 12}\n', "a.jsonl, line 1: 'text' should hold text, not 12"),
-        ("a.jsonl", b'{"text": "x", "a": {"text": 1}, "text": "y"}\n', "a.jsonl, line 1: not JSON ('text' twice)"),
+        (
+            "a.jsonl",
+            b'{"text": "x", "a": {"text": 1}, "text": "y"}\n',
+            "a.jsonl, line 1: not a JSON object ('text' twice)",
+        ),
         ("a.csv", b"id;text\n1;x\n", "a.csv: no columns 'text'; columns are id;text (--text-key)"),
         ("a.csv", b"text,id,text\nx,1,y\n", "a.csv: 2 columns 'text'; columns are text, id, text (--text-key)"),
         ("a.csv", b"id,text\n1,x\n\n2,a, b\n", "a.csv, line 4: 3 fields, the header has 2; a text with a comma needs"),
@@ -268,6 +278,15 @@ def test_columns_of_every_type_of_text_are_read(name, tmp_path):
         return
     with pytest.raises(UserError, match=f"a.parquet: {refusal}"):
         texts_of(tmp_path / "a.parquet")
+
+
+@pytest.mark.parametrize("before", [0, 1, 99])
+def test_a_record_without_the_key_is_a_document_without_text(before, tmp_path):
+    """As datatrove and Spark write one whose text is empty or null; also in front of all others."""
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(b'{"id": 1}\n' * before + lines("one") + b'{"id": 2}\n\n{"id": 3, "text": ""}\n' + lines("two"))
+    manifest = tokenize(str(file), tmp_path / "out", validation_fraction=0)
+    assert manifest.documents("train") == 2 and manifest.source["left_out"] == {"documents without text": before + 2}
 
 
 def test_two_columns_of_one_name_are_refused(tmp_path):
