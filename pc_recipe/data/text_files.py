@@ -22,6 +22,7 @@ HUB = "hf://"
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 FIRST = 100
 """records that are looked at when a job starts; in JSON lines, one of them has to have the text key"""
+LONE = "\udc0d"  # stands for a carriage return in the text of CSV; no byte that is not UTF-8 becomes it
 LONGEST = 16_384
 """characters of a document from a text file, some 4,000 tokens; a longer file becomes several"""
 
@@ -83,7 +84,7 @@ def _record_of(line: str, text_key: str, where: str) -> dict[str, Any]:
 def read_csv(file: str, text_key: str) -> Iterator[str | None]:
     csv.field_size_limit(2**31 - 1)  # a document may be long
     with open_text(file) as stream:
-        rows = csv.reader(stream, strict=True)  # else an unclosed quote takes the rest as one text
+        rows = csv.reader(_lines_of_csv(stream), strict=True)  # else an unclosed quote takes the rest as one text
         try:
             header: list[str] = next(filter(None, rows), [])
             if header and header.count(text_key) != 1:
@@ -94,9 +95,27 @@ def read_csv(file: str, text_key: str) -> Iterator[str | None]:
                     raise csv.Error(
                         f"{len(row)} fields, the header has {len(header)}; a text with a comma needs quotes"
                     )
-                yield row[header.index(text_key)]
+                yield row[header.index(text_key)].replace(LONE, "\r")
         except csv.Error as error:
             raise UserError(f"{file}, line {rows.line_num}: {error}") from None
+
+
+def _lines_of_csv(stream: io.TextIOWrapper) -> Iterator[str]:
+    """The lines, where a carriage return that is neither at the end of all lines nor before a line feed is `LONE`: text.
+
+    Python's reader would end the row there, but writers such as pandas quote only a text with what ends their lines.
+    """
+    line, ends_lines = "", False
+    for number, part in enumerate(stream):
+        if number == 0:
+            ends_lines = part.endswith("\r")
+        if part.endswith("\r") and not ends_lines:
+            line += part[:-1] + LONE
+        else:
+            yield line + part
+            line = ""
+    if line:
+        yield line
 
 
 def read_text(file: str, text_key: str) -> Iterator[str]:

@@ -255,6 +255,21 @@ def test_tables_written_by_other_programs_are_read_exactly(name, tmp_path):
     assert not manifest.source["replaced"] and manifest.source["left_out"] == {"documents without text": 1}
 
 
+@pytest.mark.parametrize("columns", [["text"], ["id", "text"], ["text", "id"]])
+@pytest.mark.parametrize("lineterminator", ["\n", "\r\n"])
+def test_a_carriage_return_alone_is_text_in_csv(columns, lineterminator, tmp_path):
+    """pandas does not quote it where lines end with a line feed, and Python's reader ends a row there."""
+    texts = ["first\rsecond", "plain", "\rfront", "a\r\rb", 'quo"ted\rtext', "comma, and\rmore", "line\nand\rmore"]
+    frame = pd.DataFrame({"id": range(len(texts)), "text": texts})[columns]
+    frame.to_csv(tmp_path / "a.csv", index=False, lineterminator=lineterminator)
+    assert texts_of(tmp_path / "a.csv") == texts
+
+
+def test_csv_whose_lines_end_with_carriage_returns(tmp_path):
+    (tmp_path / "old-mac.csv").write_bytes(b'id,text\r1,one\r2,"two\rlines"\r\r3,"and\nmore"\r')
+    assert texts_of(tmp_path) == ["one", "two\rlines", "and\nmore"]
+
+
 COLUMNS = {
     "string": (pa.string(), None), "large_string": (pa.large_string(), None), "string_view": (pa.string_view(), None),
     "binary": (pa.binary(), None), "large_binary": (pa.large_binary(), None), "binary_view": (pa.binary_view(), None),
