@@ -139,7 +139,14 @@ class Tokenizer:
     def _settings(self, max_length: int | None) -> dict[str, Any]:
         eos = self._converted.eos
         names = {"bos_token": self._converted.bos, "eos_token": eos, "pad_token": eos}  # tools need one for padding
-        settings = {"clean_up_tokenization_spaces": False, "model_max_length": max_length}
+        letter = "".join(self._model.encode("a", add_special_tokens=False).tokens)
+        settings = {
+            "clean_up_tokenization_spaces": False,
+            "model_max_length": max_length,
+            "add_prefix_space": letter.startswith(
+                ("▁", "Ġ")
+            ),  # a fact that transformers 4 and llama.cpp take from here
+        }
         return {key: value for key, value in (names | settings).items() if value is not None}
 
 

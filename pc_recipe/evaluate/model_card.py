@@ -63,6 +63,7 @@ def model_card(
     """
     sources = _sources(run.path.parent.parent)
     header: dict[str, Any] = {
+        "license": "unknown",  # the publisher's choice; the Hub asks for one
         "library_name": "transformers",
         "pipeline_tag": "text-generation",
         "tags": ["llama", "pc-layer"],

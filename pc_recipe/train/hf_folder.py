@@ -27,7 +27,8 @@ _ARCHITECTURE = (
 
 def to_llama_config(model_args: TransformerModelArgs, ffn_dim: int) -> LlamaConfig:
     """Hugging Face's config of TorchTitan's model."""
-    return LlamaConfig(
+    base = float(model_args.rope_theta)
+    config = LlamaConfig(
         vocab_size=model_args.vocab_size,
         hidden_size=model_args.dim,
         intermediate_size=ffn_dim,
@@ -36,9 +37,11 @@ def to_llama_config(model_args: TransformerModelArgs, ffn_dim: int) -> LlamaConf
         num_key_value_heads=model_args.n_kv_heads or model_args.n_heads,
         max_position_embeddings=model_args.max_seq_len,
         rms_norm_eps=model_args.norm_eps,
-        rope_parameters={"rope_type": "default", "rope_theta": float(model_args.rope_theta)},
+        rope_parameters={"rope_type": "default", "rope_theta": base},
         tie_word_embeddings=False,
     )
+    config.rope_theta = base  # where transformers 4 and mlx-lm look; LlamaConfig itself takes it as `rope_parameters`
+    return config
 
 
 def require_initial_load(path: str | Path, model_args: TransformerModelArgs) -> None:

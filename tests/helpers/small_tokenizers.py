@@ -1,8 +1,10 @@
-"""Tokenizers of single bytes, and weights folders of small Llamas, made in milliseconds."""
+"""Small tokenizers, most of single bytes, and weights folders of small Llamas, made in milliseconds."""
 
+import io
 import json
 from pathlib import Path
 
+import sentencepiece
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -21,6 +23,19 @@ def make_tokenizer(folder: Path, reverse: bool = False) -> Path:
     model.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
     return folder
+
+
+def make_sentencepiece(file: Path, **options) -> Path:
+    """A SentencePiece model like Llama 2's, of some 300 entries; options: the trainer's."""
+    like_llama = dict(
+        model_type="bpe", byte_fallback=True, normalization_rule_name="identity", remove_extra_whitespaces=False,
+        vocab_size=300, hard_vocab_limit=False, character_coverage=1.0, minloglevel=2,
+    )  # fmt: skip
+    made = io.BytesIO()
+    sentences = iter(["the river carries the water to the sea"] * 20)
+    sentencepiece.SentencePieceTrainer.train(sentence_iterator=sentences, model_writer=made, **like_llama | options)
+    file.write_bytes(made.getvalue())
+    return file
 
 
 def make_llama(folder: Path, seed: int = 0, **save) -> LlamaForCausalLM:

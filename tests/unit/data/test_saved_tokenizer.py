@@ -1,9 +1,11 @@
 """The files of a tokenizer as other programs read them: entries that they write into a text, and settings of theirs."""
 
+import json
+
 import pytest
 from transformers import AutoTokenizer
 
-from helpers.small_tokenizers import make_tokenizer
+from helpers.small_tokenizers import make_sentencepiece, make_tokenizer
 from pc_recipe.data.tokenizers import Tokenizer, load_tokenizer
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
@@ -32,6 +34,22 @@ def test_entries_that_a_program_writes_into_a_text_are_entries(tokenizer, theirs
     assert [index for index in chat if index in (bos, eos)] == [bos, eos, eos] and chat[-1] == eos
     theirs.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
     assert theirs.encode("<|im_start|>A text.")[1] == tokenizer.vocab_size
+
+
+@pytest.mark.parametrize("in_front", [True, False])
+@pytest.mark.parametrize("kind", ["sentencepiece", "byte-level"])
+def test_the_settings_say_whether_a_space_is_put_in_front(kind, in_front, tmp_path):
+    """transformers 4 changes a byte-level tokenizer.json to what they say, and takes silence for no; llama.cpp takes it for
+    yes with a SentencePiece model."""
+    if kind == "byte-level":
+        folder = given = make_tokenizer(tmp_path / "given")
+        state = json.loads((folder / "tokenizer.json").read_text())
+        state["pre_tokenizer"]["add_prefix_space"] = in_front
+        (folder / "tokenizer.json").write_text(json.dumps(state))
+    else:
+        given = make_sentencepiece(tmp_path / "given.model", add_dummy_prefix=in_front)
+    load_tokenizer(given).save(tmp_path / "saved")
+    assert json.loads((tmp_path / "saved" / "tokenizer_config.json").read_text())["add_prefix_space"] is in_front
 
 
 def test_text_that_spells_an_entry_is_text_to_this_recipe(tokenizer):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAdapter
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import AutoTokenizer, GenerationConfig, LlamaConfig
 
 from helpers.made_runs import make_run
 from helpers.tiny import ROOT, model_args
@@ -216,6 +216,15 @@ def test_a_start_needs_a_folder_of_the_same_architecture(tmp_path, pc_export, co
         return hf_folder.require_initial_load(folder, args)
     with pytest.raises(UserError, match=message):
         hf_folder.require_initial_load(folder, args)
+
+
+def test_a_config_has_the_base_where_each_version_of_transformers_looks(tmp_path):
+    """Readers of transformers 4's key, also mlx-lm, take 10,000 without it; transformers 5 moved it."""
+    args = model_args("debug", max_seq_len=256, rope_theta=500_000)
+    hf_folder.to_llama_config(args, 704).save_pretrained(tmp_path)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    assert settings["rope_theta"] == settings["rope_parameters"]["rope_theta"] == 500_000
+    assert LlamaConfig.from_pretrained(tmp_path).rope_parameters == settings["rope_parameters"]
 
 
 def test_a_python_file_in_a_folder_is_not_executed(tmp_path, pc_export):

@@ -8,6 +8,7 @@ import tomllib
 import pytest
 import tomli_w
 import yaml
+from huggingface_hub import ModelCard
 
 from helpers.made_runs import make_run
 from pc import PCConfig
@@ -33,8 +34,9 @@ def run(tmp_path, data_folder):
 def test_the_card_of_a_run(run, tmp_path):
     (tmp_path / "table.md").write_text("the table of score.py")
     card = (hugging_face.export(run, tmp_path / "out", scores=tmp_path / "table.md") / "README.md").read_text()
-    header = yaml.safe_load(card.split("---\n")[1])
-    assert header["library_name"] == "transformers" and "llama" in header["tags"]
+    header = ModelCard(card).data  # as `hf upload` parses it; the Hub alone can tell whether it takes a value
+    assert header.library_name == "transformers" and "llama" in header.tags
+    assert header.license == "unknown" and header.pipeline_tag == "text-generation"
     for expected in (
         "# run, step 7",
         "none: pre-trained from scratch",
