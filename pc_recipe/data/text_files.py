@@ -28,7 +28,7 @@ LONGEST = 16_384
 
 
 def open_bytes(file: str) -> BinaryIO:
-    """A local path or an hf:// address. `fsspec.open` would take a file that is called `http::a.txt` for an address."""
+    """A local path or an hf:// address; no other name is an address."""
     return fsspec.filesystem("hf").open(file) if file.startswith(HUB) else open(file, "rb")
 
 

@@ -55,7 +55,7 @@ class Converted:
 
 @contextmanager
 def without_panics() -> Iterator[None]:
-    """Raise a `UserError` where Rust code fails on a damaged tokenizer: a bare `Exception`, or a panic, which is none."""
+    """Raise a `UserError` where Rust code fails: by a bare `Exception`, or by `PanicException`, which is none."""
     try:
         yield
     except BaseException as error:

@@ -154,7 +154,7 @@ def _load_folder(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     try:
         read_settings(path, tensors)
         config: Any = AutoConfig.from_pretrained(path, **local)
-        config._attn_implementation = None  # a config may name one to be downloaded
+        config._attn_implementation = None  # the default, whatever the config names
         with without_panics():
             # in a text for an export, "</s>" is text, as in training
             tokenizer = AutoTokenizer.from_pretrained(

@@ -1,7 +1,7 @@
 """Reads a checkpoint's folder (`pc_recipe.train.checkpoint_writer`) without executing anything in it, and verifies it.
 
-Torch unpickles the index without restrictions. This module treats it as data: the pickle can reach no existing
-object, so it can build an index and change nothing else. Tensors and values are read with `weights_only`.
+An index is a pickle. This module treats it as data: the pickle can reach no existing object, so it can build an index
+and change nothing else. Tensors and values are read with `weights_only`.
 """
 
 import hashlib
@@ -170,7 +170,7 @@ class Reader(FileSystemReader):
 
 
 def _require_whole(index: Metadata, sizes: dict[str, int], file: Path) -> None:
-    """Raise `Damaged` unless the files, of these sizes, hold every entry; torch would leave a missing one unloaded."""
+    """Raise `Damaged` unless the files, of these sizes, hold every entry."""
     stored, used = Counter[str](), Counter[str]()
     for key, info in index.storage_data.items():
         if not 0 <= info.offset <= info.offset + info.length <= sizes[info.relative_path]:
@@ -208,7 +208,7 @@ class LoadPlanner(DefaultLoadPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         plain = io.BytesIO()
-        # Torch's planner unpickles without restrictions, so give it only what was read safely here.
+        # Torch's planner unpickles what it is given, so that is only what `weights_only` has read.
         torch.save(_load_value(value, read_item.dest_index.fqn), plain)
         plain.seek(0)
         super().load_bytes(read_item, plain)

@@ -92,7 +92,7 @@ def read_settings(folder: Path, tensors: Mapping[str, "Found"]) -> dict[str, Any
     """What config.json says.
 
     Raises:
-        UserError: a number in it is larger than anything in the weights, so that building the model might never end.
+        UserError: a number in it is larger than anything in the weights.
     """
     settings = dict(json.loads(look.read(folder / "config.json") or b"{}"))
     largest = max((size for tensor in tensors.values() if all(tensor.shape) for size in tensor.shape), default=0)

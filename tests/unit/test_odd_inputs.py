@@ -8,6 +8,7 @@ import json
 import math
 import os
 import shutil
+import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -98,7 +99,7 @@ def complaint(read: Callable[[], Any], about: object) -> str:
 
 
 def damaged_files(folder: Path) -> Iterator[tuple[str, Path]]:
-    """Each file of a folder in turn is removed, replaced by a folder or a pipe, cut, overwritten, and then restored."""
+    """Each file of a folder in turn is removed, replaced by a folder or a socket, cut, overwritten, and then restored."""
     for file in sorted(path for path in folder.rglob("*") if path.is_file()):
         whole = file.read_bytes()
         name = str(file.relative_to(folder))
@@ -107,8 +108,8 @@ def damaged_files(folder: Path) -> Iterator[tuple[str, Path]]:
         file.mkdir()
         yield f"{name} is a folder", file
         file.rmdir()
-        os.mkfifo(file)
-        yield f"{name} is a pipe", file
+        os.mknod(file, stat.S_IFSOCK)  # opening it fails, while reading a pipe would wait
+        yield f"{name} is a socket", file
         file.unlink()
         contents = {"empty": b"", "split": whole[:-5], "binary": bytes(range(256)) * 4, "no keys": b"[]"}
         for kind, content in contents.items():

@@ -421,17 +421,14 @@ def test_small_data_give_more_to_validation(tmp_path, make_texts):
     assert 94 - 5 * 9 < manifest.documents("validation") < 94 + 5 * 9
 
 
-NAMES = [
-    "simplecache::ok.txt", "memory::a.txt", "C++::notes.txt", "file:ok.txt", "local:ok.txt", "file::ok.txt", "hf::ok.txt",
-    "hf:ok.txt", "http:ok.txt", "zip::ok.txt", "~.txt", "[ok].txt", "a*b.txt", "ok%2e.txt", "filecache::C::ok.csv",
-    "blockcache::ok.jsonl.gz", "reference::ok.parquet",
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", ["~.txt", "[ok].txt", "a*b.txt", "ok%2e.txt", "C: ok.csv", "[ok].jsonl.gz", "a*b.parquet"]
+)
 def test_a_local_file_may_have_any_name(name, tmp_path, monkeypatch):
-    """Even one that looks like a URL or a pattern, by a relative or an absolute path."""
+    """Even one that looks like a pattern, by a relative or an absolute path. No name but hf://... is an address."""
     monkeypatch.chdir(tmp_path)
+    for function in ("open", "open_files", "filesystem", "url_to_fs"):
+        monkeypatch.setattr(f"fsspec.{function}", None)
     Path("ok.txt").write_text("another file")
     if name.endswith(".parquet"):
         pq.write_table(pa.table({"text": [name]}), tmp_path / name)

@@ -203,7 +203,7 @@ def test_mistakes_in_parquet(tmp_path, write_parquet, make_texts):
 
 def test_a_small_file_of_much_text_does_not_fill_the_memory(tmp_path, monkeypatch):
     """A parquet dictionary column with one long text two hundred times."""
-    text, file = "a long text " * 5_000, tmp_path / "bomb.parquet"  # 60 KB
+    text, file = "a long text " * 5_000, tmp_path / "much.parquet"  # 60 KB
     pq.write_table(pa.table({"text": pa.array([text] * 200).dictionary_encode()}), file, store_schema=False)
 
     def peak(name):

@@ -158,7 +158,7 @@ def test_a_dead_run_that_said_running_is_interrupted(tmp_path):
         "[1]",
         '{"state": "finished"}',
         "\xff",
-        "[" * 100_000,
+        "[" * 10_000,
         '{"state": "done", "step": 1, "steps": 2}',
         '{"state": "stopped", "step": null, "steps": 2}',
     ],
