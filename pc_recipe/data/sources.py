@@ -30,6 +30,12 @@ _OTHER_SPLIT = re.compile(
     r"(?<![^\W\d_])(validation|valid|dev|val|test|testing|eval|evaluation)(?![^\W\d_])", re.IGNORECASE
 )
 """a word by which `datasets` knows the files of a split other than train; it may be any word of a path"""
+_LOGS = {
+    "_delta_log": "a Delta Lake table",
+    ".hoodie": "a Hudi table",
+    "_spark_metadata": "written by a stream of Spark",
+}
+"""folders beside files of which some may be old, deleted or never finished; the log alone says which"""
 _NOT_UTF8 = re.compile("[\ud800-\udfff]")
 
 
@@ -109,7 +115,8 @@ def find_local_files(source: str, subset: str | None, output: Path | None, left_
     `_leave_out_other_splits` leaves out.
 
     Raises:
-        UserError: a link in the folder leads out of it, or there is a `subset`, which only the Hub has.
+        UserError: a link in the folder leads out of it, a table is in it, or it in one, or there is a `subset`, which only
+            the Hub has.
     """
     path = Path(os.path.expanduser(source))
     if subset and look.is_there(path):  # a card on this machine may name any address
@@ -118,6 +125,8 @@ def find_local_files(source: str, subset: str | None, output: Path | None, left_
         )
     if not look.is_folder(path):
         return [str(path)] if look.is_file(path) else None
+    for parent in Path(os.path.realpath(path)).parents:
+        _require_no_table(parent)
     without = output and Path(os.path.abspath(output))
     found = (inside(path, str(file.relative_to(path))) for file in _walk(path, left_out))
     files = [file for file in found if without not in Path(os.path.abspath(file)).parents]
@@ -134,9 +143,23 @@ def _walk(folder: Path, left_out: Counter[str]) -> Iterator[Path]:
             folders.clear()
             continue
         visited.add(real)
+        _require_no_table(Path(place))
         left_out["hidden"] += sum(name.startswith(".") for name in folders + names)
         folders[:] = [name for name in folders if not name.startswith(".")]
         yield from (Path(place, name) for name in names if not name.startswith("."))
+
+
+def _require_no_table(folder: Path) -> None:
+    """Raise a `UserError` for a folder of which a log says what still belongs to it."""
+    kinds = [kind for name, kind in _LOGS.items() if look.is_folder(folder / name)]
+    described = folder / "metadata"
+    if look.is_folder(described) and any(".metadata.json" in name for name in look.names(described)):
+        kinds.append("an Iceberg table")
+    if kinds:
+        raise UserError(
+            f"--input {folder}: is {kinds[0]}, whose files also hold rows that no longer belong to it; export it with its "
+            "own tool, such as to parquet"
+        )
 
 
 def _leave_out_other_splits(files: list[Path], folder: Path, left_out: Counter[str]) -> list[Path]:

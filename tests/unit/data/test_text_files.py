@@ -3,6 +3,7 @@
 import csv
 import gzip
 import json
+import shutil
 import tracemalloc
 from collections import Counter
 from pathlib import Path
@@ -405,6 +406,33 @@ def test_a_folder_of_other_splits_only_is_refused(tmp_path):
     with pytest.raises(UserError, match="its files are of other splits than train, such as .*/test.jsonl; to train on"):
         texts_of(tmp_path)
     assert texts_of(tmp_path / "test.jsonl") == ["x"]
+
+
+TABLES = {
+    "a Delta Lake table": ("_delta_log/0.json", "lang=en/a.parquet"),
+    "an Iceberg table": ("metadata/00001-x.metadata.json", "data/a.parquet"),
+    "a Hudi table": (".hoodie/hoodie.properties", "2026/a.parquet"),
+    "written by a stream of Spark": ("_spark_metadata/0", "part/a.parquet"),
+}
+
+
+@pytest.mark.parametrize("what", TABLES)
+def test_a_table_whose_log_says_what_belongs_to_it_is_refused(what, tmp_path, write_parquet):
+    """Its files also hold deleted rows and old versions."""
+    log, part = TABLES[what]
+    file = write_parquet(tmp_path / "in" / "table" / part, ["deleted"])
+    place = tmp_path / "in" / "table" / log
+    place.parent.mkdir()
+    place.write_text("{}")
+    (tmp_path / "link").symlink_to(file.parent)
+    for source in (tmp_path / "in" / "table", tmp_path / "in", file.parent, tmp_path / "link"):
+        with pytest.raises(UserError, match=f"^--input {tmp_path}/in/table: is {what}, whose files .*; export it"):
+            texts_of(source)
+    assert texts_of(file) == ["deleted"]  # named itself
+    shutil.rmtree(place.parent)
+    (tmp_path / "in" / "metadata").mkdir()
+    (tmp_path / "in" / "metadata" / "notes.txt").write_text("control")
+    assert texts_of(tmp_path / "in") == ["control", "deleted"]
 
 
 def test_other_keys_and_columns(tmp_path):
