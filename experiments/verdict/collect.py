@@ -2,7 +2,7 @@
 
 python -m experiments.verdict.collect 20 outputs/sweeps/verdict_a_* outputs/sweeps/verdict_more_*
 
-The first argument is the study: 5, 20, again, cells, recovery, 40 or width-32. A row is that of `python -m experiments
+The first argument is the study: 5, 20, again, cells, recovery or 40. A row is that of `python -m experiments
 collect` plus `matrices`: the last line of the run's log (`experiments.verdict.arms`), without the singular values.
 """
 
