@@ -240,7 +240,10 @@ def main() -> None:
     running: dict[str, subprocess.Popen] = {}
     try:
         todo = collect()
-        print(f"next: {', '.join(run.name for run in todo)}", flush=True)
+        print(
+            f"{len(todo)} runs are known to be missing; next: {', '.join(run.name for run in todo[:4]) or None}",
+            flush=True,
+        )
         while number:
             for run in todo:
                 if len(running) < number and run.name not in running:
