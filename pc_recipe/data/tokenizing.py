@@ -9,6 +9,7 @@ import hashlib
 import multiprocessing
 import os
 import signal
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -92,8 +93,7 @@ def _run_in_pool(job: TokenizingJob, unfinished: list[Unit], processes: int) -> 
     os.environ.update(own_code())  # for the fork server
     context.set_forkserver_preload([__name__])  # import once, not in every process
     bar = byte_bar(sum(unit.text_bytes for unit in unfinished), f"tokenising ({processes} processes)")
-    no_traceback = (signal.SIGINT, signal.SIG_DFL)  # on Ctrl-C
-    with bar, ProcessPoolExecutor(processes, context, signal.signal, no_traceback) as pool:
+    with bar, ProcessPoolExecutor(processes, context, _start_process) as pool:
         units = {pool.submit(tokenize_unit, job, unit): unit for unit in unfinished}
         try:
             for future in as_completed(units):
@@ -110,6 +110,22 @@ def _run_in_pool(job: TokenizingJob, unfinished: list[Unit], processes: int) -> 
             ) from error
         finally:
             pool.shutdown(wait=True, cancel_futures=True)  # the first failure cancels units that have not started
+
+
+def _start_process() -> None:
+    """Begin a process of the pool, which ends when the command does, by whatever signal.
+
+    By itself it would wait for units for ever: each process of the pool, and the fork server, holds the pipes of all open.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback on Ctrl-C
+    command = multiprocessing.parent_process()
+    assert command is not None
+
+    def follow() -> None:
+        command.join()
+        os._exit(1)  # the unit is not recorded
+
+    threading.Thread(target=follow, daemon=True).start()
 
 
 def tokenize_unit(job: TokenizingJob, unit: Unit, advance: Callable[[int], object] = lambda characters: None) -> None:

@@ -355,8 +355,9 @@ def test_a_job_of_someone_else_may_name_only_files_of_the_input(tmp_path):
     tokenize(*arguments, **options)  # control
 
 
-def test_a_job_that_is_ended_leaves_no_process(tmp_path, make_texts):
-    """SIGTERM reaches only the command; its processes would work for minutes."""
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_job_that_is_ended_leaves_no_process(tmp_path, make_texts, number):
+    """The signal reaches only the command; its processes would work for minutes, and then wait for ever."""
     line = json.dumps({"text": " ".join(make_texts(400, seed=1))}) + "\n"
     for i in range(2):
         (tmp_path / f"{i}.jsonl").write_text(line * (60_000_000 // len(line)))
@@ -368,9 +369,10 @@ def test_a_job_that_is_ended_leaves_no_process(tmp_path, make_texts):
         while len(workers := command.children(recursive=True)) < 4:  # two workers, the fork server and its tracker
             assert process.poll() is None
             time.sleep(0.1)
-        process.terminate()
+        process.send_signal(number)
         process.wait(timeout=20)
     _, alive = psutil.wait_procs(workers, timeout=5)
     for worker in alive:
         worker.kill()
-    assert not alive and "The same command continues" in said.read_text()
+    assert not alive and not list(tmp_path.glob("out/units/*"))
+    assert number == signal.SIGKILL or "The same command continues" in said.read_text()
