@@ -17,7 +17,7 @@ from pc_recipe.config import Config
 from pc_recipe.config.inheritance import validated
 from pc_recipe.config.pc_section import PC
 from pc_recipe.files import look
-from pc_recipe.files.run_folder import find_newest_checkpoint, step_of
+from pc_recipe.files.run_folder import find_newest_checkpoint
 from pc_recipe.train import fingerprint
 from pc_recipe.train.checkpoint_folder import CheckpointFolder
 from pc_recipe.train.hf_folder import require_shapes
@@ -48,7 +48,7 @@ class RunCheckpoint:
 
     @property
     def step(self) -> int:
-        return step_of(self.path)
+        return self.folder.step
 
 
 def load(path: str | Path) -> RunCheckpoint:

@@ -146,8 +146,8 @@ def require_no_other_run(run: Path, resolved: dict) -> None:
 
 
 def step_of(checkpoint: str | Path) -> int:
-    """N of a folder step-N; -1 for any other name."""
-    match = _STEP.fullmatch(Path(checkpoint).resolve().name)
+    """N of a folder step-N, or of what a link of another name leads to; -1 for any other name."""
+    match = _STEP.fullmatch(Path(checkpoint).name) or _STEP.fullmatch(Path(checkpoint).resolve().name)
     return int(match[1]) if match else -1
 
 

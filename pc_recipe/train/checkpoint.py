@@ -129,7 +129,8 @@ class Checkpoints(CheckpointManager):
         if self.keep_latest_k and dist.get_rank() == 0:
             try:
                 complete = run_folder.list_complete(self.folder)
-                old = list(complete)[: -self.keep_latest_k]
+                newest = run_folder.step_of(self._saving or "")  # higher numbers are not of this run
+                old = [step for step in complete if step <= newest][: -self.keep_latest_k]
                 for step in filterfalse(self._is_milestone, old):
                     try:
                         run_folder.purge(complete[step])
@@ -156,13 +157,19 @@ class Checkpoints(CheckpointManager):
 
     # --- loading ------------------------------------------------------------------------------------
 
-    def newest_valid(self) -> CheckpointFolder | None:
-        """The verified checkpoint that this run continues from. Newer ones that cannot be used are renamed.
+    def newest_valid(
+        self, load: Callable[[CheckpointFolder], None] = lambda checkpoint: None
+    ) -> CheckpointFolder | None:
+        """Load the checkpoint that this run continues from, and return it. Newer ones that cannot be used are then renamed.
+
+        Args:
+            load: called with a verified checkpoint; raises `Damaged` if it cannot be loaded.
 
         Raises:
             Damaged: one is, and no other is usable.
             ReadFailed: whether one is damaged cannot be known.
-            UserError: the folder cannot be written, so no checkpoint could be saved; or a checkpoint is gone.
+            UserError: the folder cannot be written, so no checkpoint could be saved; or a checkpoint is gone; or what
+                `load` raises. Nothing is renamed.
         """
         problems: dict[Path, str] = {}
         valid, damage = None, None
@@ -171,7 +178,9 @@ class Checkpoints(CheckpointManager):
                 problems[path] = f"incomplete, without {run_folder.INDEX}, which is written last"
             elif valid is None:
                 try:
-                    valid = self.verified(path)
+                    checkpoint = self.verified(path)
+                    load(checkpoint)
+                    valid = checkpoint
                 except Damaged as error:
                     problems[path] = str(error)
                     damage = damage or error
@@ -207,7 +216,7 @@ class Checkpoints(CheckpointManager):
         none.
 
         Raises:
-            UserError: there is no checkpoint.
+            UserError: there is no checkpoint, or it holds another step than its folder's number.
             Damaged, ReadFailed: names a file.
         """
         opened: list[CheckpointFolder] = []
@@ -217,6 +226,7 @@ class Checkpoints(CheckpointManager):
             opened[0].verify(dist.get_rank(self.group), dist.get_world_size(self.group))
 
         self.call_together(verify)
+        self.call_on_rank_0(lambda: opened[0].step)
         return opened[0]
 
     def load(self, step: int = -1) -> bool:

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.futures import Future
 from torchtitan.tools.logging import logger
 
@@ -34,13 +35,14 @@ from pc.errors import UserError
 from pc_recipe.files import look
 from pc_recipe.files.errors import DiskFailed
 from pc_recipe.files.inside import inside
-from pc_recipe.files.run_folder import CHECKSUMS, INDEX, find_newest_checkpoint, is_complete, was_complete
+from pc_recipe.files.run_folder import CHECKSUMS, INDEX, find_newest_checkpoint, is_complete, step_of, was_complete
+from pc_recipe.train.checkpoint_values import STEP, require_valid
 
 UNCHANGED = "complete checkpoints are unchanged, and the same command continues from the newest"
 
 
 class Damaged(UserError):
-    """A checkpoint file is missing or differs from what was written."""
+    """A checkpoint file is missing, differs from what was written, or holds what no checkpoint holds."""
 
 
 class CheckpointFolder:
@@ -94,10 +96,24 @@ class CheckpointFolder:
         """Shape of every entry; None if it is not a tensor."""
         return {key: getattr(entry, "size", None) for key, entry in self._index.state_dict_metadata.items()}
 
+    @property
+    def step(self) -> int:
+        """The step that it holds; its folder's number if it holds weights alone, -1 if that has none either.
+
+        Raises:
+            UserError: its folder has the number of another step. Numbers say which checkpoint is the newest.
+        """
+        number = step_of(self.path)
+        step = self.read_value(STEP) if self.shapes().get(STEP, ()) is None else number
+        if number not in (step, -1):
+            raise UserError(f"{self.path} holds step {step}: rename it to step-{step}, or delete it")
+        return step
+
     def read_tensors(self, keys: list[str]) -> dict[str, Tensor]:
         """Full tensors on the CPU, in the dtype they were saved in."""
         if not self._verified:
             self.verify()
+        _ = self.step
         entries: dict[str, Any] = self._index.state_dict_metadata
         tensors = {key: torch.zeros(entries[key].size, dtype=entries[key].properties.dtype) for key in keys}
         with warnings.catch_warnings():
@@ -106,18 +122,21 @@ class CheckpointFolder:
         return tensors
 
     def load(self, state: dict[str, Any], no_dist: bool = False) -> None:
-        """Fill the tensors and values of `state`. All ranks call it, unless `no_dist` says that there is one."""
+        """Fill the tensors and values of `state`. All ranks call it, unless `no_dist` says that there is one.
+
+        Raises:
+            Damaged: a file holds something else than an entry that it should hold. `state` is half filled then.
+            UserError: an entry of `state` is not in the checkpoint, or has another shape.
+        """
         with plain_errors(self.path):
-            dcp.load(state, storage_reader=self._reader, planner=LoadPlanner(), no_dist=no_dist)
+            dcp.load(state, storage_reader=self._reader, planner=LoadPlanner(self.path), no_dist=no_dist)
 
     def read_value(self, key: str) -> Any:
         """An entry that is not a tensor, such as a string; only its own file is verified."""
         info = self._index.storage_data[MetadataIndex(key)]
         if not self._verified:
             self._compare_checksums([info.relative_path])
-        with open(self.path / info.relative_path, "rb") as file:
-            file.seek(info.offset)
-            return _load_value(io.BytesIO(file.read(info.length)), f"{file.name}: {key}")
+        return _load_value(io.BytesIO(_read_part(self.path / info.relative_path, info)), self.path, key)
 
     def _compare_checksums(self, names: Sequence[str]) -> bool:
         """Compare files with their checksums, in parallel; False if there is no file of checksums."""
@@ -141,7 +160,8 @@ class Reader(FileSystemReader):
     index once.
 
     Raises:
-        Damaged: the index names a file that is not in the checkpoint, or the files lack part of an entry.
+        Damaged: the index names a file that is not in the checkpoint, or the files lack part of an entry; or an entry is
+            not a tensor.
     """
 
     _read_index: Metadata | None = None
@@ -165,8 +185,42 @@ class Reader(FileSystemReader):
         _require_whole(index, sizes, path / INDEX)
         return index
 
-    def read_data(self, *args: Any, **kwargs: Any) -> Future[None]:
-        return look.patiently(lambda: super(Reader, self).read_data(*args, **kwargs), self.path)
+    def read_data(self, plan: LoadPlan, planner: Any) -> Future[None]:
+        for item in plan.items:
+            info = self.storage_data[item.storage_index]
+            file = Path(self.path, info.relative_path)
+            data = io.BytesIO(look.patiently(partial(_read_part, file, info), file))
+            if item.type == LoadItemType.BYTE_IO:
+                planner.load_bytes(item, data)
+            else:
+                stored = self._load_tensor(data, item.storage_index, file)
+                target = planner.resolve_tensor(item).detach()
+                part = zip(item.storage_offsets, item.lengths, strict=True)
+                target.copy_(stored[tuple(slice(begin, begin + length) for begin, length in part)])
+                planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _load_tensor(self, data: io.BytesIO, index: MetadataIndex, file: Path) -> Tensor:
+        """The stored part of a tensor that an entry of the index names."""
+        entry: Any = self.read_metadata().state_dict_metadata[index.fqn]
+        try:
+            tensor = torch.load(data, map_location="cpu", weights_only=True)
+            found: tuple = tensor.size(), tensor.dtype, tensor.layout, tensor.device.type
+        except Exception as error:  # torch may raise anything, and would advise loading it without restrictions
+            if isinstance(error, MemoryError) or "alloc" in str(error):
+                raise DiskFailed(f"{file}: {index.fqn} needs more memory than there is") from None
+            found = (type(error).__name__,)
+        if found != (entry.chunks[index.index].sizes, entry.properties.dtype, torch.strided, "cpu"):
+            raise Damaged(f"{file}: {index.fqn} is damaged, or not the tensor that {INDEX} names ({found[0]})")
+        return tensor
+
+
+def _read_part(path: Path, part: _StorageInfo) -> bytes:
+    with open(path, "rb") as file:
+        file.seek(part.offset)
+        return file.read(part.length)
 
 
 def _require_whole(index: Metadata, sizes: dict[str, int], file: Path) -> None:
@@ -180,7 +234,7 @@ def _require_whole(index: Metadata, sizes: dict[str, int], file: Path) -> None:
         if used[info.relative_path] > sizes[info.relative_path]:
             raise Damaged(f"{file.with_name(info.relative_path)}: damaged, it does not hold all that {INDEX} names")
     for name, entry in index.state_dict_metadata.items():
-        is_whole = isinstance(name, str) and name in stored
+        is_whole = isinstance(name, str) and name.isprintable() and name in stored
         if not isinstance(entry, BytesStorageMetadata):
             elements = math.prod(entry.size)
             is_whole &= elements == sum(math.prod(chunk.sizes) for chunk in entry.chunks)
@@ -191,34 +245,62 @@ def _require_whole(index: Metadata, sizes: dict[str, int], file: Path) -> None:
 
 @contextmanager
 def plain_errors(path: str | Path) -> Iterator[None]:
-    """Instead of torch's exception about the ranks, raise one rank's `UserError` or file-system error."""
+    """Instead of torch's exception about the ranks, which is no `Exception`, raise one rank's: a `UserError`, or a
+    file-system error as one, if there is any."""
     try:
         yield
     except CheckpointException as error:
+        causes = [cause for _, (cause, _) in sorted(error.failures.items())]
         for rank, (cause, _) in sorted(error.failures.items()):
             if isinstance(cause, OSError):
                 cause = DiskFailed(f"{path}: {cause.strerror} (rank {rank}); {UNCHANGED}")
             if isinstance(cause, UserError):
                 raise cause from error
-        raise
+        raise causes[0] from error
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """Torch's planner, but it reads values other than tensors with `weights_only`, too."""
+    """Torch's planner, but it reads values other than tensors with `weights_only`, too.
+
+    Args:
+        path: of the checkpoint.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._path = path
+
+    def create_local_plan(self) -> LoadPlan:
+        assert self.metadata is not None
+        for name, own in self.state_dict.items():
+            entry: Any = self.metadata.state_dict_metadata.get(name)
+            if entry is None:
+                raise UserError(f"{self._path}: {name} is missing")
+            if isinstance(own, Tensor) == isinstance(entry, BytesStorageMetadata):
+                raise Damaged(f"{self._path}: {name} should {'' if isinstance(own, Tensor) else 'not '}be a tensor")
+            if isinstance(own, Tensor) and own.size() != entry.size:
+                raise UserError(f"{self._path}: {name} has shape {[*entry.size]}, this run needs {[*own.size()]}")
+        return super().create_local_plan()
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         plain = io.BytesIO()
         # Torch's planner unpickles what it is given, so that is only what `weights_only` has read.
-        torch.save(_load_value(value, read_item.dest_index.fqn), plain)
+        torch.save(_load_value(value, self._path, read_item.dest_index.fqn), plain)
         plain.seek(0)
         super().load_bytes(read_item, plain)
 
 
-def _load_value(data: io.BytesIO, name: str) -> Any:
+def _load_value(data: io.BytesIO, path: Path, name: str) -> Any:
+    """An entry that is not a tensor; every one is read here."""
     try:
-        return torch.load(data, weights_only=True)
+        value = torch.load(data, weights_only=True)
     except Exception as error:  # torch's message would advise loading it without restrictions
-        raise Damaged(f"{name} is not a plain value ({type(error).__name__})") from None
+        raise Damaged(f"{path}: {name} is not a plain value ({type(error).__name__})") from None
+    try:
+        require_valid(name, value)
+    except ValueError as error:
+        raise Damaged(f"{path}: {error}") from None
+    return value
 
 
 class _StandIn(type):

@@ -1,6 +1,7 @@
 """What a checkpoint must be to continue a run: of the same method (its fingerprint), model and optimizer."""
 
 import json
+from typing import cast
 
 import torch
 
@@ -10,6 +11,7 @@ from pc_recipe.config.pc_section import PC
 from pc_recipe.config.run_key import differing_keys, method_key
 from pc_recipe.config.schema import Model
 from pc_recipe.train.checkpoint_folder import CheckpointFolder
+from pc_recipe.train.checkpoint_values import FINGERPRINT, Fingerprint
 
 
 def fingerprint(pc: PC, model: Model, tokenizer: dict[str, str]) -> dict[str, str]:
@@ -23,18 +25,18 @@ def fingerprint(pc: PC, model: Model, tokenizer: dict[str, str]) -> dict[str, st
 
 def read_pc_settings(folder: CheckpointFolder) -> PC | None:
     """The settings in a checkpoint's fingerprint; those that it leaves out are the defaults. None without a fingerprint."""
-    values = _read(folder)
-    return PC.model_validate_json(values, extra="ignore") if values else None
+    saved = _read(folder)
+    return saved.pc if saved else None
 
 
 def read_tokenizer(folder: CheckpointFolder) -> dict[str, str] | None:
     """Name and checksum of the tokenizer in a checkpoint's fingerprint; None in those of older versions."""
-    return json.loads(_read(folder) or "{}").get("tokenizer")
+    saved = _read(folder)
+    return cast(dict[str, str], saved.tokenizer) if saved and saved.tokenizer else None
 
 
-def _read(folder: CheckpointFolder) -> str | None:
-    key = "method.fingerprint"
-    return folder.read_value(key) if key in folder.shapes() else None
+def _read(folder: CheckpointFolder) -> Fingerprint | None:
+    return Fingerprint.of(folder.read_value(FINGERPRINT)) if FINGERPRINT in folder.shapes() else None
 
 
 def require_same_run(checkpoint: CheckpointFolder, pc: PC, optimizers: set[str]) -> None:
@@ -71,7 +73,8 @@ def require_same_model(checkpoint: CheckpointFolder, model: Model, shapes: dict[
     Raises:
         UserError: names the size or the tensor that differs.
     """
-    saved = json.loads(_read(checkpoint) or "{}").get("model", {})
+    fingerprint = _read(checkpoint)
+    saved = fingerprint.model if fingerprint else {}
     compared: dict[str, tuple] = {f"model.{key}": (saved.get(key, size), size) for key, size in sizes_of(model).items()}
     compared |= {name: (checkpoint.shapes().get(name), shape) for name, shape in shapes.items()}
     _require_none({what: pair for what, pair in compared.items() if pair[0] != pair[1]}, checkpoint)

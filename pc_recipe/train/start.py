@@ -41,13 +41,16 @@ def load(config: Config, checkpointer: Checkpoints, optimizers: Optimizers) -> P
     if not settings.enable:
         checkpointer.call_on_rank_0(lambda: require_no_other_run(folder, config.model_dump(exclude_unset=True)))
         return None
-    newest, initial = checkpointer.newest_valid(), Path(settings.initial_load_path or "")
-    if newest is not None:
-        _require_same_run(newest, config, checkpointer)
-        if saved := fingerprint.read_tokenizer(newest):
-            run_tokenizer.require_equal(saved, names, f"{newest.path} belongs to", f"{data.folder} was made with")
+
+    def resume(checkpoint: CheckpointFolder) -> None:
+        _require_same_run(checkpoint, config, checkpointer)
+        if saved := fingerprint.read_tokenizer(checkpoint):
+            run_tokenizer.require_equal(saved, names, f"{checkpoint.path} belongs to", f"{data.folder} was made with")
         checkpointer.exclude_from_loading = []  # it applies only where a new run starts
-        checkpointer.read(newest)
+        checkpointer.read(checkpoint)
+
+    newest, initial = checkpointer.newest_valid(resume), Path(settings.initial_load_path or "")
+    if newest is not None:
         if dist.get_rank() == 0:
             _say_what_changed(folder, config, optimizers)
     elif not settings.initial_load_path:

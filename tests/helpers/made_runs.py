@@ -66,9 +66,9 @@ def make_run(
             entries[f"{name}.weight"] = effective[f"{name}.weight"]
     states = entries | {
         "optimizer": {"state.norm.weight.exp_avg": torch.zeros(3)},
-        "lr_scheduler": {"last_epoch": 7},
+        "lr_scheduler": {"adamw": {"last_epoch": 7}},
         "dataloader": {"position": 12},
-        "train_state": {"step": torch.tensor(7), "ntokens_seen": torch.tensor(99)},
+        "train_state": {"step": 7, "ntokens_seen": 99},
         "method": {"fingerprint": json.dumps(method)},
     }
     config = {

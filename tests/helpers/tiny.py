@@ -20,7 +20,9 @@ from helpers.toy import whole
 from pc_recipe.config import load_config
 from pc_recipe.config import write_config as write_resolved
 from pc_recipe.config.model_sizes import FLAVORS, Flavor
+from pc_recipe.train.checkpoint import Checkpoints
 from pc_recipe.train.llama2 import Llama2Args
+from pc_recipe.train.upstream_config import JobConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 VOCAB_SIZE = 200
@@ -125,6 +127,17 @@ def trainer_class():
 
 def make_trainer(config: Path, overrides: list[str]):
     return trainer_class()(load_config(config, overrides))
+
+
+def make_checkpoints(folder: Path, **settings: Any) -> Checkpoints:
+    """The checkpoint manager of a run without a trainer; settings: keys of the section `checkpoint`."""
+    config = load_config(ROOT / "train_configs" / "debug.toml", [f"--job.dump_folder={folder}"])
+    for key, value in {"enable": True, **settings}.items():
+        setattr(config.checkpoint, key, value)
+    return Checkpoints(
+        dataloader=None, model_parts=[], optimizers=None, lr_schedulers=None, states={}, sd_adapter=None,
+        checkpoint_config=JobConfig(config).checkpoint, base_folder=folder,
+    )  # fmt: skip
 
 
 def train(rank: int, config: Path, overrides: list[str]) -> dict[str, torch.Tensor]:

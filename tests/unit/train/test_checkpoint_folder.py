@@ -19,22 +19,21 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from helpers.ranks import run_ranks
+from helpers.tiny import make_checkpoints
 from pc.errors import UserError
-from pc_recipe.config import Config
 from pc_recipe.files import look
 from pc_recipe.files.run_folder import CHECKSUMS, write_state
 from pc_recipe.train import checkpoint
-from pc_recipe.train.checkpoint import Checkpoints
 from pc_recipe.train.checkpoint_folder import UNCHANGED, CheckpointFolder, Damaged, LoadPlanner, Reader, plain_errors
 from pc_recipe.train.checkpoint_writer import ChecksummedWriter
-from pc_recipe.train.upstream_config import JobConfig
 
 
-def _save(rank, folder, seed):
-    torch.manual_seed(seed)
+def _save(rank, folder, step):
+    torch.manual_seed(step)
     mesh = init_device_mesh("cpu", (2,))
     state = {f"w{i}": distribute_tensor(torch.randn(50, 30), mesh, [Shard(0)]) for i in range(3)}
-    dcp.save(state | {"method": {"fingerprint": "{}"}}, storage_writer=ChecksummedWriter(folder))
+    state |= {"method": {"fingerprint": "{}"}, "train_state": {"step": step}}
+    dcp.save(state, storage_writer=ChecksummedWriter(folder))
 
 
 @pytest.fixture(scope="module")
@@ -101,24 +100,14 @@ def test_values_are_not_executed(tmp_path):
         dcp.load(
             {"method": {"value": 0}},
             storage_reader=Reader(tmp_path / "step-1"),
-            planner=LoadPlanner(),
+            planner=LoadPlanner(tmp_path / "step-1"),
             no_dist=True,
         )
     assert not (tmp_path / "executed").exists()
 
 
-def _manager(folder, enable=True):
-    """Checkpoints without a trainer."""
-    config = Config()
-    config.job.dump_folder, config.checkpoint.enable, config.checkpoint.minutes = str(folder), enable, 60
-    return Checkpoints(
-        dataloader=None, model_parts=[], optimizers=None, lr_schedulers=None, states={}, sd_adapter=None,
-        checkpoint_config=JobConfig(config).checkpoint, base_folder=folder,
-    )  # fmt: skip
-
-
 def _chooses(rank, folder):
-    manager = _manager(folder)
+    manager = make_checkpoints(folder)
     if rank == 1:
         checkpoint.run_folder.list_checkpoints = lambda folder: {10: folder / "step-10"}  # a stale view of the folder
     return manager.newest_valid().path.name
@@ -133,7 +122,7 @@ def _reads_a_bad_disk(rank, folder):
         raise OSError(5, "made by the test", "metrics.jsonl")
 
     try:
-        _manager(folder, enable=False).call_together(read)
+        make_checkpoints(folder, enable=False).call_together(read)
     except UserError as error:
         return f"{error.kind}: {error}"
 
@@ -152,7 +141,7 @@ def _newest(rank, folder, failures=()):
             raise OSError(failures.pop(0), "made by the test")
         return digest(file, kind)
 
-    manager = _manager(folder)
+    manager = make_checkpoints(folder)
     with (
         patch.object(hashlib, "file_digest", fails_first),
         patch.object(look, "PAUSES", (0.0, 0.0)),
@@ -233,6 +222,35 @@ def test_a_linked_folder_of_another_disk(copied, tmp_path):
         assert _names(Path(elsewhere)) == ["step-10", "step-20.damaged"]
 
 
+def _renamed(folder):
+    (folder / "step-20").rename(folder / "step-60")
+
+
+def _copied(folder):
+    shutil.copytree(folder / "step-20", folder / "step-60")
+
+
+def _linked(folder):
+    (folder / "step-60").symlink_to("step-20")
+
+
+@pytest.mark.parametrize("give", [_renamed, _copied, _linked])
+def test_a_number_that_is_not_the_step_ends_the_start(copied, give):
+    """Otherwise each start would train the same steps again, and a purge would delete newer checkpoints as older ones."""
+    where = copied / "checkpoint"
+    give(where)
+    before = _names(where)
+    (answer,) = run_ranks(1, _newest, copied)
+    assert answer == f"UserError: {where}/step-60 holds step 20: rename it to step-20, or delete it"
+    assert _names(where) == before
+    with pytest.raises(UserError, match="holds step 20"):
+        CheckpointFolder(where / "step-60").read_tensors(["w0"])
+
+
+def test_a_name_without_a_number_says_nothing_of_the_step(copied):
+    assert CheckpointFolder(shutil.copytree(copied / "checkpoint" / "step-20", copied / "best")).step == 20
+
+
 def _without_hidden_files(folder):
     for file in folder.glob("checkpoint/*/.metadata"):
         file.unlink()
@@ -284,7 +302,7 @@ def test_a_run_never_goes_back_to_its_first_step_by_itself(copied, lose):
 
 
 def _begins_anew(rank, folder):
-    return _manager(folder).newest_valid() is None
+    return make_checkpoints(folder).newest_valid() is None
 
 
 @pytest.mark.parametrize("state", ["running", "failed"])
@@ -307,7 +325,7 @@ def test_a_run_that_finished_without_checkpoints_has_had_none(tmp_path):
 
 
 def _newest_without_rights(rank, folder):
-    manager = _manager(folder)
+    manager = make_checkpoints(folder)
     is_root = os.geteuid() == 0
     if is_root:  # root may write everywhere
         os.seteuid(65534)
@@ -342,7 +360,7 @@ def test_a_folder_that_is_not_writable_is_noticed_at_the_start(saved, kind):
 
 
 def _newest_of_a_folder_that_is_not_listed(rank, folder, number):
-    manager = _manager(folder)
+    manager = make_checkpoints(folder)
     for ask, answer in (("exists", False), ("is_file", False), ("glob", ())):
         setattr(Path, ask, lambda *_, answer=answer, **__: answer)  # like Python 3.14 when the system refuses
 
@@ -390,8 +408,8 @@ def test_a_disk_that_fills_at_any_byte_is_one_line(tmp_path):
 
 def _purge_without_its_thread(rank, folder):
     """As if the thread were killed before it began; returns what it would have deleted."""
-    manager, paths = _manager(folder), []
-    manager.keep_latest_k = 1
+    manager, paths = make_checkpoints(folder), []
+    manager.keep_latest_k, manager._saving = 1, "step-20"
     with patch.object(manager, "purge_queue", SimpleNamespace(put=paths.append)):
         manager._purge_stale_checkpoints()
     return paths
@@ -402,6 +420,14 @@ def test_a_purge_that_is_killed_leaves_nothing_that_looks_whole(copied):
         assert run_ranks(1, _purge_without_its_thread, copied) == [[str(copied / "checkpoint" / "step-10.purged")]]
         assert _names(copied / "checkpoint") == ["step-10.purged", "step-20"]
         assert run_ranks(1, _newest, copied) == ["step-20"]
+
+
+def test_a_purge_counts_no_checkpoint_of_a_later_step(copied):
+    """Otherwise the one that was just saved would be the oldest."""
+    for step in (30, 40):
+        shutil.copytree(copied / "checkpoint" / "step-10", copied / "checkpoint" / f"step-{step}")
+    assert run_ranks(1, _purge_without_its_thread, copied) == [[str(copied / "checkpoint" / "step-10.purged")]]
+    assert _names(copied / "checkpoint") == ["step-10.purged", "step-20", "step-30", "step-40"]
 
 
 def _purge_where_step_10_is_not_renamed(rank, folder):

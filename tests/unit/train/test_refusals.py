@@ -18,13 +18,11 @@ import torch.distributed.checkpoint as dcp
 from torchtitan.components.checkpoint import AsyncMode
 
 from helpers.ranks import run_ranks
+from helpers.tiny import make_checkpoints
 from pc.errors import UserError
-from pc_recipe.config import Config
 from pc_recipe.files import look
 from pc_recipe.files.run_folder import list_complete
 from pc_recipe.train import checkpoint_writer
-from pc_recipe.train.checkpoint import Checkpoints
-from pc_recipe.train.upstream_config import JobConfig
 
 ASKS = ("stat", "listdir", "scandir", "mkdir", "rename", "replace", "unlink", "rmdir", "open")
 READS = {"stat", "listdir", "open r", "read"}
@@ -71,7 +69,7 @@ class Disk:
 
 
 def _state(step):
-    return {"w": torch.full((40, 30), float(step)), "method": {"fingerprint": str(step)}}
+    return {"w": torch.full((40, 30), float(step)), "method": {"fingerprint": "{}"}}
 
 
 def _save(manager):
@@ -86,7 +84,7 @@ def _resume(manager):
 
 
 def _purge(manager):
-    manager.keep_latest_k, manager.purge_queue = 2, queue.Queue()
+    manager.keep_latest_k, manager.purge_queue, manager._saving = 2, queue.Queue(), "step-30"
     manager._purge_stale_checkpoints()
     while not manager.purge_queue.empty():
         shutil.rmtree(manager.purge_queue.get(), ignore_errors=True)  # like TorchTitan's thread
@@ -100,12 +98,7 @@ def _bytes(folder):
 def _refuse_each(rank, root, action, number, times):
     """(the calls, each of which was refused in turn; what went wrong)"""
     look.PAUSES = (0.0, 0.0)
-    config = Config()
-    config.job.dump_folder, config.checkpoint.enable, config.checkpoint.keep_latest_k = str(root), True, 0
-    manager = Checkpoints(
-        dataloader=None, model_parts=[], optimizers=None, lr_schedulers=None, states={}, sd_adapter=None,
-        checkpoint_config=JobConfig(config).checkpoint, base_folder=root,
-    )  # fmt: skip
+    manager = make_checkpoints(root, keep_latest_k=0)
     fresh = root / "fresh"
     for step in (10, 20, 30):
         dcp.save(_state(step), storage_writer=checkpoint_writer.ChecksummedWriter(fresh / f"step-{step}"))
