@@ -10,7 +10,7 @@ import random
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
 from itertools import chain, groupby, islice
 from pathlib import Path
@@ -21,7 +21,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from pc.errors import UserError
 from pc_recipe.files import look
 
-FILE, SETTINGS = "tokenizer.json", "tokenizer_config.json"
+FILE, SETTINGS, SENTENCEPIECE = "tokenizer.json", "tokenizer_config.json", "tokenizer.model"
 NORMAL, UNKNOWN, CONTROL, BYTE, BPE = 1, 2, 3, 6, 2  # types of SentencePiece's entries, and of its models
 NO_EOS = "it has no end-of-text token to separate documents"
 END = "<|endoftext|>"  # of tiktoken's encodings
@@ -40,6 +40,8 @@ class Converted:
     eos: str
     original: Callable[[list[str]], list[list[int]]] | None = None
     """Ids of texts by the library that the given file is made for; None if that is `tokenizers` too."""
+    sentencepiece: bytes | None = None
+    """The SentencePiece model that it was made of or that lay beside it, which may give other ids."""
 
     def require_equal(self, texts: Iterable[str]) -> None:
         """Raise a `UserError` for a text to which the conversion gives other ids."""
@@ -103,7 +105,8 @@ def from_folder(folder: Path) -> Converted:
         content["post_processor"] = json.loads(_bos_first(bos, ids[bos]).__getstate__())
     # the same bytes if nothing changes, so that a converted file keeps its checksum
     changed = content != json.loads(given)
-    return Converted("huggingface", json.dumps(content).encode() if changed else given, bos, eos)
+    kept = json.dumps(content).encode() if changed else given
+    return Converted("huggingface", kept, bos, eos, sentencepiece=look.read(folder / SENTENCEPIECE))
 
 
 @cache  # a second
@@ -127,7 +130,8 @@ def from_sentencepiece(file: bytes) -> Converted:
     bos, eos = (pieces[i].piece if i >= 0 else None for i in (read.bos_id(), read.eos_id()))
     texts = [piece.piece.replace("▁", " ") for piece in pieces]
     encode = partial(read.encode, num_threads=1)
-    return _compared("sentencepiece", model, vocabulary, special, (bos, eos), encode, texts)
+    made = _compared("sentencepiece", model, vocabulary, special, (bos, eos), encode, texts)
+    return replace(made, sentencepiece=file)
 
 
 def _require_bpe_of_the_text_itself(model: Any) -> None:

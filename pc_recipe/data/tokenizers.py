@@ -13,6 +13,7 @@ import json
 import os
 from collections.abc import Sequence
 from copy import deepcopy
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -21,7 +22,7 @@ import numpy as np
 
 from pc.errors import UserError
 from pc_recipe.data import tokenizer_formats
-from pc_recipe.data.tokenizer_formats import FILE, SETTINGS, Converted
+from pc_recipe.data.tokenizer_formats import FILE, SENTENCEPIECE, SETTINGS, Converted
 from pc_recipe.files import look
 from pc_recipe.files.atomic import write_atomically
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:  # its import takes seconds
     from transformers import PreTrainedTokenizerFast
 
 DEFAULT_TOKENIZER = "mistral-common"
-SENTENCEPIECE, TIKTOKEN = "tokenizer.model", "tiktoken.txt"  # the latter names an encoding, in data folders of format 1
+TIKTOKEN = "tiktoken.txt"  # names an encoding, in data folders of format 1
 
 
 class Tokenizer:
@@ -114,7 +115,8 @@ class Tokenizer:
         return np.fromiter(stream, smallest_dtype(self.vocab_size))
 
     def save(self, folder: str | Path, max_length: int | None = None) -> None:
-        """Write the files with which `load_tokenizer(folder)` and transformers give the same ids.
+        """Write the files with which `load_tokenizer(folder)` and transformers give the same ids, and the SentencePiece model
+        for programs that read it first, such as llama.cpp's converter.
 
         To transformers, as with any Llama's folder, text that spells a special entry is that entry.
 
@@ -125,6 +127,27 @@ class Tokenizer:
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", **self._settings(max_length)}
         write_atomically(Path(folder, FILE), self._converted.content)
         write_atomically(Path(folder, SETTINGS), json.dumps(settings, indent=2) + "\n")
+        if self.sentencepiece is not None:
+            write_atomically(Path(folder, SENTENCEPIECE), self.sentencepiece)
+
+    @property
+    def has_byte_fallback(self) -> bool:
+        """Whether it writes unknown characters as bytes, as SentencePiece's do."""
+        return bool(json.loads(self._converted.content)["model"].get("byte_fallback"))
+
+    @property
+    def is_default(self) -> bool:
+        return self.sentencepiece == _mistral_model().read_bytes()
+
+    @cached_property
+    def sentencepiece(self) -> bytes | None:
+        """The SentencePiece model of the same ids, if it was made from one, or one lay beside its file."""
+        file = self._converted.sentencepiece
+        try:
+            made = None if file is None else Tokenizer(self.name, tokenizer_formats.from_sentencepiece(file))
+        except (UserError, RuntimeError):  # of another type, or damaged
+            return None
+        return file if made and (made.sha256 == self.sha256 or made.gives_the_ids_of(self)) else None
 
     def to_transformers(self, max_length: int | None = None) -> "PreTrainedTokenizerFast":
         """The same for Hugging Face's tools, with BOS in front of each text."""

@@ -36,6 +36,8 @@ lm_eval run --model hf --model_args pretrained=path/to/this/folder --tasks hella
 It is a base model for research: neither tuned to follow instructions nor filtered for safety.
 """
 
+_NOTICE = ", copyright 2024 Mistral AI, under the [Apache License 2.0](http://www.apache.org/licenses/LICENSE-2.0)"
+
 
 _FOLDERS = re.compile(r"(?<![\w./-])(?!(?<=:)//)(?:~\w*|\.{1,2})?/(?:[^/\s]+/)*(?=[^/\s])")
 # a text that is a path as a whole may have spaces in it
@@ -80,7 +82,8 @@ def model_card(
         ("size", f"{parameters}, {shape.num_hidden_layers} layers, width {shape.hidden_size}"),
         ("method", _shown(_describe_method(run))),
         ("data", ", ".join(map(_shown, sources))),
-        ("tokenizer", f"{_shown(tokenizer.name)}, sha256 {tokenizer.sha256}"),
+        ("tokenizer", f"{_shown(tokenizer.name)}, sha256 {tokenizer.sha256}{_NOTICE * tokenizer.is_default}"),
+        ("for llama.cpp", _for_llama_cpp(tokenizer)),
         *_read_logged(run),
         ("trained with", f"`./run_llama_train.sh config.toml` with the configuration below{environment}"),
         ("exported with", f"`python scripts/export_hf.py RUN/checkpoint/{run.path.name} FOLDER`"),
@@ -90,6 +93,21 @@ def model_card(
         f"---\n{yaml.safe_dump(header, sort_keys=False)}---\n\n"
         f"# {_shown(folder.name)}, step {run.step}\n\n{markdown.table(('', ''), rows)}{_USE}{table}"
         f"\n## Training configuration\n\n```toml\n{tomli_w.dumps(without_folders(run.config))}```\n"
+    )
+
+
+def _for_llama_cpp(tokenizer: Tokenizer) -> str:
+    """What its converter makes of the tokenizer."""
+    if tokenizer.sentencepiece is not None:
+        return "`convert_hf_to_gguf.py` takes `tokenizer.model`, and gives the same ids"
+    if tokenizer.has_byte_fallback:
+        return (
+            "`convert_hf_to_gguf.py` cannot take the merges of this `tokenizer.json`, and gives other ids, as to two spaces. "
+            "Export with `--tokenizer FILE`, the SentencePiece model that it was made from (or `mistral-common`)"
+        )
+    return (
+        '`convert_hf_to_gguf.py` refuses a tokenizer that it does not know ("BPE pre-tokenizer was not recognized"); '
+        "let its `get_vocab_base_pre` return the name of the same splitting, for one of `train_tokenizer.py` `gpt-2`"
     )
 
 

@@ -52,6 +52,32 @@ def test_the_settings_say_whether_a_space_is_put_in_front(kind, in_front, tmp_pa
     assert json.loads((tmp_path / "saved" / "tokenizer_config.json").read_text())["add_prefix_space"] is in_front
 
 
+def test_a_sentencepiece_model_stays_beside_the_tokenizer_made_from_it(tmp_path):
+    """llama.cpp's converter takes its scores from there; without them it merges in another order."""
+    given = make_sentencepiece(tmp_path / "given.model")
+    load_tokenizer(given).save(tmp_path / "data")
+    file = tmp_path / "data" / "tokenizer.json"
+    load_tokenizer(tmp_path / "data").save(tmp_path / "export")
+    assert (tmp_path / "export" / "tokenizer.model").read_bytes() == given.read_bytes()
+    file.write_text(json.dumps(json.loads(file.read_text()), indent=2))  # written in another way
+    load_tokenizer(tmp_path / "data").save(tmp_path / "again")
+    assert (tmp_path / "again" / "tokenizer.model").read_bytes() == given.read_bytes()
+
+
+@pytest.mark.parametrize("beside", ["that gives other ids", "of another type", "damaged"])
+def test_a_sentencepiece_model_of_another_tokenizer_is_not_kept(beside, tmp_path):
+    """As in Llama 2's folders, whose two forms differ in runs of spaces."""
+    load_tokenizer(make_sentencepiece(tmp_path / "given.model")).save(tmp_path / "data")
+    file = tmp_path / "data" / "tokenizer.model"
+    if beside == "damaged":
+        file.write_bytes(b"not a model")
+    else:
+        options = {"model_type": "unigram"} if beside == "of another type" else {"add_dummy_prefix": False}
+        make_sentencepiece(file, **options)
+    load_tokenizer(tmp_path / "data").save(tmp_path / "export")
+    assert sorted(path.name for path in (tmp_path / "export").iterdir()) == ["tokenizer.json", "tokenizer_config.json"]
+
+
 def test_text_that_spells_an_entry_is_text_to_this_recipe(tokenizer):
     """In shards, scores and generated text."""
     spelled = "A text.</s><s>"

@@ -11,7 +11,9 @@ import yaml
 from huggingface_hub import ModelCard
 
 from helpers.made_runs import make_run
+from helpers.small_tokenizers import make_sentencepiece, make_tokenizer
 from pc import PCConfig
+from pc_recipe.data.tokenizers import load_tokenizer
 from pc_recipe.evaluate import hugging_face
 from pc_recipe.evaluate.model_card import without_folders
 
@@ -53,6 +55,26 @@ def test_the_card_of_a_run(run, tmp_path):
     ):
         assert expected in card
     assert "4.75" not in card
+
+
+@pytest.mark.parametrize(
+    "kind", ["the default", "another SentencePiece", "SentencePiece without its file", "byte-level"]
+)
+def test_a_card_says_what_llama_cpp_makes_of_the_tokenizer(kind, tmp_path):
+    given = "mistral-common"
+    if kind == "byte-level":
+        given = make_tokenizer(tmp_path / "given")
+    elif kind != "the default":
+        load_tokenizer(make_sentencepiece(tmp_path / "given.model")).save(given := tmp_path / "given")
+        if "without" in kind:
+            (given / "tokenizer.model").unlink()
+    run = make_run(tmp_path / "run", tmp_path / "gone", None, "tiny", vocab_size=32_000)
+    card = (hugging_face.export(run.checkpoint, tmp_path / "out", tokenizer=str(given)) / "README.md").read_text()
+    has_file = kind in ("the default", "another SentencePiece")
+    assert has_file == (tmp_path / "out" / "tokenizer.model").exists() == ("takes `tokenizer.model`" in card)
+    assert ("copyright 2024 Mistral AI, under the [Apache License 2.0]" in card) == (kind == "the default")
+    assert ("gives other ids, as to two spaces" in card) == (kind == "SentencePiece without its file")
+    assert ("pre-tokenizer was not recognized" in card) == (kind == "byte-level")
 
 
 def test_the_base_is_what_the_run_began_with(run, tmp_path):
