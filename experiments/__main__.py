@@ -1,7 +1,8 @@
-"""Collect the runs of sweeps in one file, and make tables with n and noise from it.
+"""Collect the runs of sweeps in one file, make tables with n and noise from it, and renew the numbers of pages.
 
 python -m experiments collect outputs/sweeps/NAME... --study NAME --output experiments/NAME
 python -m experiments report experiments/NAME
+python -m experiments pages
 """
 
 import argparse
@@ -31,11 +32,16 @@ def main() -> None:
     collecting.add_argument("--output", type=Path, required=True, help="the experiment's folder")
     reporting = actions.add_parser("report", help="tables.md and a figure for each study, from runs.jsonl")
     reporting.add_argument("folder", type=_with_runs, help="the experiment's folder")
+    actions.add_parser("pages", help="write again the numbers and tables that pages take from all runs")
     arguments = parser.parse_args()
     from experiments.evidence import collect
     from experiments.tables import report
 
-    if arguments.action == "collect":
+    if arguments.action == "pages":
+        from experiments.pages import renew
+
+        print("\n".join(map(str, renew())) or "every page has the numbers of its rows")
+    elif arguments.action == "collect":
         study = arguments.study or arguments.sweeps[0].resolve().name
         print(f"{arguments.output}: {collect(arguments.sweeps, study, arguments.output)} runs of {study}")
     else:

@@ -147,6 +147,12 @@ def curve(log: pd.DataFrame, key: str) -> pd.Series:
     return log[key].dropna() if key in log else pd.Series(dtype=float)
 
 
+def summary(log: pd.DataFrame, key: str) -> float:
+    """A run's last value; for the relative step the mean, as the last rate is low."""
+    values = curve(log, key)
+    return values.mean() if key == "norm/relative_step" else values.iloc[-1:].mean()
+
+
 @cache
 def parameters(shape: Flavor, vocab_size: int) -> int:
     """Parameters of the whole model, without gammas."""

@@ -1,6 +1,6 @@
 """What a test of two groups of seeds can find, given each arm's spread over seeds: to plan a margin and seeds.
 
-python -m experiments.power 0.0093 0.0052 --seeds 3 8 10 --margin 0.015
+python -m experiments.power 0.0093 0.0052 --seeds 3 8 10 --margin 0.015 --difference 0.01
 """
 
 import argparse
@@ -26,15 +26,26 @@ def powers(spreads: tuple[float, float], seeds: int, margin: float) -> tuple[flo
     return halves.mean(), np.quantile(halves - differences, 0.8), np.mean(abs(differences) + halves < margin)
 
 
+def detected(spreads: tuple[float, float], seeds: int, difference: float) -> float:
+    """The probability that the interval of a true difference does not contain 0."""
+    differences, halves = outcomes(spreads, seeds)
+    return np.mean(halves - differences < difference)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("spreads", type=float, nargs=2, help="standard deviations over seeds of the two arms")
     parser.add_argument("--seeds", type=int, nargs="+", required=True, help="numbers of seeds per arm to try")
     parser.add_argument("--margin", type=float, required=True)
+    parser.add_argument("--difference", type=float, help="also print how likely this difference is found")
     arguments = parser.parse_args()
     for seeds in arguments.seeds:
         half, found, inside = powers(tuple(arguments.spreads), seeds, arguments.margin)
-        print(f"{seeds} seeds: half-width {half:.4f}, finds {found:.4f}, inside ±{arguments.margin:g} {inside:.0%}")
+        text = f"{seeds} seeds: half-width {half:.4f}, finds {found:.4f}, inside ±{arguments.margin:g} {inside:.0%}"
+        if arguments.difference is not None:
+            likely = detected(tuple(arguments.spreads), seeds, arguments.difference)
+            text += f", finds {arguments.difference:g} with a probability of {likely:.0%}"
+        print(text)
 
 
 if __name__ == "__main__":

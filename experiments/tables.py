@@ -24,6 +24,7 @@ from experiments.evidence import (
     digest,
     is_at_best,
     read_experiments,
+    summary,
     without_tuning_seeds,
 )
 from pc_recipe.config.model_sizes import shape_of
@@ -87,17 +88,11 @@ def arm_table(runs: pd.DataFrame) -> str:
     sizes = {key: title for key, title in SIZES.items() if any(key in log for log in runs.log)}
     for (arm, rate, best, _), group in runs.groupby(["arm", "rate", "best", "chose"], sort=False):
         shown = f"**{value_label(rate)}**" if best else value_label(rate)
-        ends = [pd.Series([_summary(log, key) for log in group.log]).mean() for key in (*CONDITION, *sizes)]
+        ends = [pd.Series([summary(log, key) for log in group.log]).mean() for key in (*CONDITION, *sizes)]
         cells = [_cell(end, ".1f" if key in CONDITION else ".3g") for key, end in zip((*CONDITION, *sizes), ends)]
         rows.append([arm, shown, _seeds(group), mean_and_error(group.loss), *cells])
     header = "arm|learning rate|seeds|final validation loss|GMCN of PC blocks|of q, k, v|of all"
     return markdown.table([*header.split("|"), *sizes.values()], rows)
-
-
-def _summary(log: pd.DataFrame, key: str) -> float:
-    """A run's last value; for the relative step the mean, as the last rate is low."""
-    values = curve(log, key)
-    return values.mean() if key == "norm/relative_step" else values.iloc[-1:].mean()
 
 
 def pair_table(experiment: Experiment, plan: Preregistration) -> str:
@@ -211,6 +206,7 @@ PLAIN = {
     "MuonH-spectrum-base": "MuonH, baseline's spectrum",
     "norm_recovery on": "",
     "norm_recovery off": "no recovery",
+    "no-recovery": "PC without recovery",
     "learnable_gamma on": "",
     "learnable_gamma off": "no gamma",
     "level polar_express": "Polar Express",

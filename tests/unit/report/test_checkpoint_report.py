@@ -348,4 +348,4 @@ def test_the_runs_that_the_advice_rests_on():
         change = study[f"{arm} - {base}"]
         interval = f"{change.interval.low:+.3f} to {change.interval.high:+.3f}"
         label = f"verdict, {optimizer}, {tokens} tokens per parameter"
-        assert (f"{study[base].end:.1f}", label, f"{change.mean:+.3f} per byte", interval) in words.EVIDENCE
+        assert (f"{study[base].condition:.1f}", label, f"{change.mean:+.3f} per byte", interval) in words.EVIDENCE
