@@ -1,4 +1,4 @@
-"""Tokenise text into shards for training: parquet, JSON lines, CSV, plain text or Markdown, or a dataset of the Hub.
+"""Tokenise text into shards for training: tables, JSON lines, plain text or Markdown, or a dataset of the Hub.
 
 A folder of your own, with files of any of these kinds:
     python scripts/tokenize_text.py --input ~/texts --output data/own_text
@@ -11,9 +11,10 @@ Several inputs, with Llama 2's tokenizer:
 On 64 machines of a SLURM cluster, each doing its share:
     sbatch --array=0-63 --cpus-per-task=32 --wrap "python scripts/tokenize_text.py --input … --output …"
 
-A file's extension, before any .gz or .zst, says what it holds: .parquet, .jsonl and .csv have a document in each row,
-under --text-key; a .txt or .md file is one document, or several of 8,192 to 16,384 characters, cut at blank lines if
-there are any. There CRLF becomes LF; rows keep theirs. A byte that is not UTF-8 becomes U+FFFD, and is counted.
+A file's extension, before any .gz, .zst, .bz2, .xz or .lz4, says what it holds: .parquet, .arrow, .csv and JSON lines
+(.jsonl, .json, .ndjson) have a document in each row, under --text-key; a .txt or .md file is one document, or several of
+8,192 to 16,384 characters, cut at blank lines if there are any. There CRLF becomes LF; rows keep theirs. A byte that is
+not UTF-8 becomes U+FFFD, and is counted.
 
 After any interruption, repeat the command to continue.
 """

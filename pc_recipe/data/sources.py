@@ -1,5 +1,7 @@
 """Finds files with text, on this machine or on the Hub, divides them into units of work, and reads them."""
 
+import json
+import lzma
 import os
 import re
 from collections import Counter
@@ -15,17 +17,25 @@ import pyarrow.parquet as pq
 
 from pc.errors import UserError
 from pc_recipe.data.manifest import Size
-from pc_recipe.data.text_files import FIRST, HUB, READERS, ending_of, is_compressed, open_bytes
+from pc_recipe.data.text_files import (
+    BATCH,
+    COMPRESSIONS,
+    FIRST,
+    HUB,
+    READERS,
+    ending_of,
+    is_compressed,
+    open_bytes,
+    require_text_column,
+    texts_in,
+)
 from pc_recipe.files import look
 from pc_recipe.files.inside import inside
 
 PARQUET = ".parquet"
 TEXT_IN_COMPRESSED = 3  # bytes of text per byte of a compressed file, roughly
-TEXTS = (pa.string(), pa.large_string(), pa.string_view(), pa.binary(), pa.large_binary(), pa.binary_view())
 ENDINGS = (PARQUET, *READERS)
 HUB_DATASET = re.compile(r"[\w.-]+/[\w.-]+")
-BATCH = 8
-"""documents read and encoded together: more are no faster, and a file of 0.2 MB may hold one text of 100 MB many times"""
 _OTHER_SPLIT = re.compile(
     r"(?<![^\W\d_])(validation|valid|dev|val|test|testing|eval|evaluation)(?![^\W\d_])", re.IGNORECASE
 )
@@ -36,6 +46,8 @@ _LOGS = {
     "_spark_metadata": "written by a stream of Spark",
 }
 """folders beside files of which some may be old, deleted or never finished; the log alone says which"""
+_DESCRIPTIONS = ("config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
+"""of data sets; the first four, and README.md, `datasets` skips too"""
 _NOT_UTF8 = re.compile("[\ud800-\udfff]")
 
 
@@ -96,8 +108,8 @@ def _find_files(source: str, subset: str | None, output: Path | None, left_out: 
     other = [file for file in files if not has_text(file)]
     if len(other) == len(files):
         raise UserError(
-            f"--input {(other or [source])[0]}: no text file; these end in {', '.join(ENDINGS)}, all but parquet also "
-            "with .gz or .zst"
+            f"--input {(other or [source])[0]}: no text file; these end in {', '.join(ENDINGS)}, all but parquet and arrow "
+            f"also with {', '.join(COMPRESSIONS)}"
         )
     left_out.update(f"of the ending {ending_of(file)!r}" for file in other)
     return [file for file in files if has_text(file)]
@@ -112,7 +124,7 @@ def find_local_files(source: str, subset: str | None, output: Path | None, left_
     """The files of `source` on this machine, sorted; None if it is neither a file nor a folder.
 
     Links in a folder are followed. Left out are hidden files, those of `output`, links to nothing, and what
-    `_leave_out_other_splits` leaves out.
+    `_leave_out` leaves out.
 
     Raises:
         UserError: a link in the folder leads out of it, a table is in it, or it in one, or there is a `subset`, which only
@@ -132,7 +144,7 @@ def find_local_files(source: str, subset: str | None, output: Path | None, left_
     files = [file for file in found if without not in Path(os.path.abspath(file)).parents]
     present = [file for file in files if look.is_file(file)]
     left_out["links to nothing"] += len(files) - len(present)
-    return sorted(map(str, _leave_out_other_splits(present, path, left_out)))
+    return sorted(map(str, _leave_out(present, path, left_out)))
 
 
 def _walk(folder: Path, left_out: Counter[str]) -> Iterator[Path]:
@@ -162,10 +174,10 @@ def _require_no_table(folder: Path) -> None:
         )
 
 
-def _leave_out_other_splits(files: list[Path], folder: Path, left_out: Counter[str]) -> list[Path]:
+def _leave_out(files: list[Path], folder: Path, left_out: Counter[str]) -> list[Path]:
     """The files whose names, and those of their folders below `folder`, are of no split other than train.
 
-    A data set's card is left out too.
+    What describes a data set is left out too, as is what a folder of `datasets` no longer has.
 
     Raises:
         UserError: no file with text is left.
@@ -174,9 +186,15 @@ def _leave_out_other_splits(files: list[Path], folder: Path, left_out: Counter[s
         file: "of another split than train" for file in files if _OTHER_SPLIT.search(str(file.relative_to(folder)))
     }
     others = sorted(map(str, filter(has_text, reasons)))
-    card = folder / "README.md"
-    if card in files and (look.read(card) or b"").startswith(b"---"):
-        reasons[card] = "the card of a data set"
+    card, saved = folder / "README.md", {}  # folders of `datasets.save_to_disk`, and which files these have
+    for file in files:
+        if file.name == "dataset_info.json" and (state := look.read(file.with_name("state.json"))):
+            saved[file.parent] = _list_saved(state, file.parent)
+    for file in files:
+        if file.name in _DESCRIPTIONS or file == card and (look.read(card) or b"").startswith(b"---"):
+            reasons[file] = "describing a data set"
+        elif file.suffix == ".arrow" and file.name not in saved.get(file.parent, (file.name,)):
+            reasons[file] = "of an older version of a data set"
     kept = [file for file in files if file not in reasons]
     if others and not any(map(has_text, kept)):
         raise UserError(
@@ -185,6 +203,14 @@ def _leave_out_other_splits(files: list[Path], folder: Path, left_out: Counter[s
         )
     left_out.update(reasons.values())
     return kept
+
+
+def _list_saved(state: bytes, folder: Path) -> set[str]:
+    """Names of the files of a data set, by its state.json; a smaller one, saved over it, leaves others behind."""
+    try:
+        return {file["filename"] for file in json.loads(state)["_data_files"]}
+    except (ValueError, KeyError, TypeError):
+        raise UserError(f"{folder / 'state.json'} does not list the files of a data set; save it again") from None
 
 
 def find_hub_files(dataset: str, subset: str | None) -> list[str]:
@@ -227,13 +253,7 @@ def _measure_file(file: str, text_key: str) -> SourceFile:
 def _row_groups(file: str, text_column: str) -> tuple[int, ...]:
     """Uncompressed bytes of text in each row group; reads the footer only."""
     with open_parquet(file) as parquet:
-        schema = parquet.schema_arrow
-        if schema.names.count(text_column) != 1:
-            which = f"{schema.names.count(text_column) or 'no'} columns {text_column!r}"
-            raise UserError(f"{file}: {which}; columns are {', '.join(schema.names)} (--text-key)")
-        kind = schema.field(text_column).type
-        if (kind.value_type if pa.types.is_dictionary(kind) else kind) not in TEXTS:
-            raise UserError(f"{file}: column {text_column!r} holds {kind}, not text (--text-key)")
+        require_text_column(parquet.schema_arrow, text_column, file)
         metadata = parquet.metadata
         column = [metadata.schema.column(i).path for i in range(metadata.num_columns)].index(text_column)
         groups = [metadata.row_group(i).column(column) for i in range(metadata.num_row_groups)]
@@ -257,8 +277,9 @@ def open_parquet(file: str) -> Iterator[pq.ParquetFile]:
 def _naming(file: str) -> Iterator[None]:
     try:
         yield
-    except (OSError, pa.ArrowException) as error:
-        raise UserError(f"{file} cannot be read: {error}") from error
+    except (OSError, EOFError, pa.ArrowException, lzma.LZMAError) as error:
+        unpack = "; unpack it with zstd -d --long=31" if "too much memory" in str(error) else ""
+        raise UserError(f"{file} cannot be read: {error}{unpack}") from error
 
 
 def divide_into_units(files: list[SourceFile], unit_bytes: float) -> list[Unit]:
@@ -310,6 +331,4 @@ def _read_parquet(file: str, first: int, end: int, text_column: str) -> Iterator
     with open_parquet(file) as parquet:
         for group in range(first, end):
             for batch in parquet.iter_batches(BATCH, row_groups=[group], columns=[text_column], use_threads=False):
-                # as bytes, because a column of strings may hold invalid UTF-8
-                for text in batch.column(0).cast(pa.large_binary()).to_pylist():
-                    yield (text or b"").decode("utf-8", errors="surrogateescape")
+                yield from texts_in(batch.column(0))

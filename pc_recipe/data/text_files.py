@@ -1,13 +1,14 @@
-"""Reads documents from files other than parquet: JSON lines, CSV, plain text and Markdown, each also as .gz or .zst.
+"""Reads documents from files other than parquet: JSON lines, CSV, plain text, Markdown, and Arrow as `datasets` saves it.
 
-Each reader yields documents as text in which every byte that is not UTF-8 is one surrogate, as by Python's
+All but Arrow may be compressed. Each reader yields documents as text in which every byte that is not UTF-8 is one surrogate, as by Python's
 `surrogateescape`; null is a document too. No reader holds more than a document or a line in memory.
 """
 
 import csv
 import io
 import json
-from collections.abc import Callable, Iterator
+import lzma
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import PurePosixPath
@@ -19,9 +20,13 @@ import pyarrow as pa
 from pc.errors import UserError
 
 HUB = "hf://"
-COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".lz4": "lz4", ".xz": "xz"}
+BATCH = 8
+"""documents read and encoded together: more are no faster, and a file of 0.2 MB may hold one text of 100 MB many times"""
+TEXTS = (pa.string(), pa.large_string(), pa.string_view(), pa.binary(), pa.large_binary(), pa.binary_view())
 FIRST = 100
 """records that are looked at when a job starts; in JSON lines, one of them has to have the text key"""
+_BYTES = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary(), pa.string_view(): pa.binary_view()}
 LONE = "\udc0d"  # stands for a carriage return in the text of CSV; no byte that is not UTF-8 becomes it
 LONGEST = 16_384
 """characters of a document from a text file, some 4,000 tokens; a longer file becomes several"""
@@ -37,7 +42,12 @@ def open_text(file: str) -> Iterator[io.TextIOWrapper]:
     """A local path or an hf:// address, decompressed, without a byte-order mark. No line ending is changed."""
     with open_bytes(file) as raw:
         compression = COMPRESSIONS.get(PurePosixPath(file.lower()).suffix)
-        stream: Any = io.BufferedReader(pa.CompressedInputStream(raw, compression) if compression else raw)
+        content: Any = raw
+        if compression == "xz":  # which Arrow does not have
+            content = lzma.open(raw)
+        elif compression:
+            content = pa.CompressedInputStream(raw, compression)
+        stream: Any = io.BufferedReader(content)
         if stream.peek(2)[:2] in (b"\xff\xfe", b"\xfe\xff"):
             raise UserError(f"{file}: is UTF-16; convert it: iconv -f UTF-16 -t UTF-8")
         yield io.TextIOWrapper(stream, "utf-8-sig", errors="surrogateescape", newline="")
@@ -87,9 +97,8 @@ def read_csv(file: str, text_key: str) -> Iterator[str | None]:
         rows = csv.reader(_lines_of_csv(stream), strict=True)  # else an unclosed quote takes the rest as one text
         try:
             header: list[str] = next(filter(None, rows), [])
-            if header and header.count(text_key) != 1:
-                which = f"{header.count(text_key) or 'no'} columns {text_key!r}"
-                raise UserError(f"{file}: {which}; columns are {', '.join(header)} (--text-key)")
+            if header:
+                require_one_column(header, text_key, file)
             for row in filter(None, rows):  # without blank lines
                 if len(row) != len(header):
                     raise csv.Error(
@@ -134,11 +143,46 @@ def read_text(file: str, text_key: str) -> Iterator[str]:
             yield text if text.strip() else ""
 
 
+def read_arrow(file: str, text_key: str) -> Iterator[str]:
+    """Record batches in a stream, as of `datasets`, or in a file with a footer, as of polars."""
+    with open_bytes(file) as raw:
+        whole = raw.read(6) == b"ARROW1"
+        raw.seek(0)
+        reader = pa.ipc.open_file(raw) if whole else pa.ipc.open_stream(raw)
+        require_text_column(reader.schema, text_key, file)
+        for batch in map(reader.get_batch, range(reader.num_record_batches)) if whole else reader:
+            column = batch.column(text_key)
+            column = column.view(_BYTES.get(column.type, column.type))
+            column.validate(full=True)  # nothing else checks where the texts lie in the batch
+            for start in range(0, len(column), BATCH):
+                yield from texts_in(column.slice(start, BATCH))
+
+
+def require_one_column(columns: Sequence[str], text_column: str, file: str) -> None:
+    if columns.count(text_column) != 1:
+        which = f"{columns.count(text_column) or 'no'} columns {text_column!r}"
+        raise UserError(f"{file}: {which}; columns are {', '.join(columns)} (--text-key)")
+
+
+def require_text_column(schema: pa.Schema, text_column: str, file: str) -> None:
+    """Raise a `UserError` unless one column has the name, and holds text."""
+    require_one_column(schema.names, text_column, file)
+    kind = schema.field(text_column).type
+    if (kind.value_type if pa.types.is_dictionary(kind) else kind) not in TEXTS:
+        raise UserError(f"{file}: column {text_column!r} holds {kind}, not text (--text-key)")
+
+
+def texts_in(column: pa.Array) -> Iterator[str]:
+    # as bytes, because a column of strings may hold invalid UTF-8
+    for text in column.cast(pa.large_binary()).to_pylist():
+        yield (text or b"").decode("utf-8", errors="surrogateescape")
+
+
 READERS: dict[str, Callable[[str, str], Iterator[str | None]]] = {
-    ".jsonl": read_json_lines,
+    **dict.fromkeys((".jsonl", ".json", ".ndjson"), read_json_lines),
     ".csv": read_csv,
-    ".txt": read_text,
-    ".md": read_text,
+    **dict.fromkeys((".txt", ".md"), read_text),
+    ".arrow": read_arrow,
 }
 """{ending: generator of the documents of a file, given it and the key or column with the text}"""
 

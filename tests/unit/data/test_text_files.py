@@ -1,8 +1,10 @@
 """Text files other than parquet: every kind alone and in a mixed folder, odd bytes, mistakes, memory."""
 
+import bz2
 import csv
 import gzip
 import json
+import lzma
 import shutil
 import tracemalloc
 from collections import Counter
@@ -11,9 +13,10 @@ from pathlib import Path
 import pandas as pd
 import pyarrow as pa
 import pyarrow.csv as arrow_csv
+import pyarrow.feather as feather
 import pyarrow.parquet as pq
 import pytest
-from datasets import Dataset, load_dataset_builder
+from datasets import Dataset, DatasetDict, load_dataset_builder, load_from_disk
 from tokenizers import Tokenizer
 
 from helpers.small_tokenizers import make_tokenizer
@@ -28,9 +31,9 @@ from pc_recipe.data.tokenizing import tokenize
 from pc_recipe.data.tokenizing_job import validation_share
 
 
-def zst(content: bytes) -> bytes:
+def compressed(content: bytes, kind: str = "zstd") -> bytes:
     sink = pa.BufferOutputStream()
-    with pa.CompressedOutputStream(sink, "zstd") as stream:
+    with pa.CompressedOutputStream(sink, kind) as stream:
         stream.write(content)
     return sink.getvalue().to_pybytes()
 
@@ -39,10 +42,22 @@ def lines(*texts: str | None) -> bytes:
     return "".join(json.dumps({"id": 1, "text": text}) + "\n" for text in texts).encode()
 
 
+def arrow_stream(**columns: list) -> bytes:
+    sink, table = pa.BufferOutputStream(), pa.table(columns)
+    with pa.ipc.new_stream(sink, table.schema) as stream:
+        stream.write(table)
+    return sink.getvalue().to_pybytes()
+
+
+# one block, of this line as it is, after a header that asks for 256 MiB; `zstd --long=28` writes such frames
+LONG_WINDOW = (
+    b"\x28\xb5\x2f\xfd\x00" + bytes([(28 - 10) << 3]) + (len(lines("x")) << 3 | 1).to_bytes(3, "little") + lines("x")
+)
+
 KINDS = {
     "a.jsonl": (lines("one", None, "two\r\nlines") + b"\n", ["one", "two\r\nlines"]),
     "b.jsonl.gz": (gzip.compress(lines("three")) + gzip.compress(lines("four")), ["three", "four"]),
-    "c.jsonl.zst": (zst(lines("five", "\ud83d\ude00 \ud800")), ["five", "😀 \ufffd"]),
+    "c.jsonl.zst": (compressed(lines("five", "\ud83d\ude00 \ud800")), ["five", "😀 \ufffd"]),
     "d.csv": (b'\xef\xbb\xbfid,text\r\n1,"a ""b"",\r\nc"\r\n2,plain\r\n', ['a "b",\r\nc', "plain"]),
     "e.csv.gz": (gzip.compress(b"text\nx\n" + b"y" * 200_000), ["x", "y" * 200_000]),
     "f.txt": (b"\xef\xbb\xbfone\r\n\r\ntwo\r\n", ["one\n\ntwo\n"]),
@@ -54,6 +69,10 @@ KINDS = {
     "l.txt": (b"\n \n", []),
     "m.jsonl": (b'{"text": "caf\xe9"}\n', ["caf\ufffd"]),
     "n.txt": ("kept: \ufffd".encode(), ["kept: \ufffd"]),
+    "o.json": (lines("six"), ["six"]),
+    "p.ndjson.bz2": (bz2.compress(lines("seven")) + bz2.compress(lines("eight")), ["seven", "eight"]),
+    "q.json.xz": (lzma.compress(lines("nine")) + lzma.compress(lines("ten")), ["nine", "ten"]),
+    "r.json.lz4": (compressed(lines("eleven"), "lz4") + compressed(lines("twelve"), "lz4"), ["eleven", "twelve"]),
 }
 
 
@@ -87,7 +106,7 @@ def test_a_mixed_folder(tmp_path, write_parquet):
     assert len(manifest.shards["train"]) == 2  # small files share one, a parquet file has its own
     counted = {Path(file).name: number for file, number in manifest.source["replaced"].items()}
     assert counted == {"c.jsonl.zst": 1, "i.txt": 2, "m.jsonl": 1, "z.parquet": 1}
-    assert "(6 .txt, 5 .jsonl, 2 .csv, 1 .md, 1 .parquet)" in describe(manifest)
+    assert "(6 .txt, 5 .jsonl, 3 .json, 2 .csv, 1 .md, 1 .ndjson, 1 .parquet)" in describe(manifest)
     assert "5 bytes became U+FFFD, in 4 files" in describe(manifest)
     assert tokenize(str(source), source / "out") == manifest
 
@@ -111,11 +130,12 @@ def test_a_long_text_is_cut_where_it_can_be(between, tmp_path):
     assert all(LONGEST // 2 <= len(text) <= LONGEST for text in texts[:-1])
 
 
-@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "a.jsonl.gz"])
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "a.jsonl.gz", "a.txt.xz"])
 def test_memory_is_bounded_by_a_few_documents(name, tmp_path):
     line = b"no blank line and no end of a line " * 30_000  # 1 MB
     content = lines(*[line.decode()[:3000]] * 4000) if "jsonl" in name else line * 12
-    (tmp_path / name).write_bytes(gzip.compress(content, 1) if "gz" in name else content)
+    packed = {".gz": lambda: gzip.compress(content, 1), ".xz": lambda: lzma.compress(content, preset=0)}
+    (tmp_path / name).write_bytes(packed.get(Path(name).suffix, lambda: content)())
     (unit,) = divide_into_units(measure_files([str(tmp_path / name)], "text"), 10**9)
     tracemalloc.start()
     try:
@@ -175,6 +195,19 @@ def test_progress_counts_what_is_read(tmp_path, monkeypatch):
         ("a.txt", "x".encode("utf-16"), "a.txt: is UTF-16; convert it: iconv -f UTF-16 -t UTF-8"),
         ("a.txt.gz", b"no gzip", "a.txt.gz cannot be read: "),
         ("a.jsonl.gz", gzip.compress(lines("x") * 100_000, mtime=0)[:-2000], "a.jsonl.gz cannot be read: Truncated"),
+        ("a.json.bz2", bz2.compress(lines("x") * 100_000)[:-20], "a.json.bz2 cannot be read: Truncated"),
+        ("a.json.lz4", compressed(lines("x") * 100_000, "lz4")[:-2000], "a.json.lz4 cannot be read: Truncated"),
+        ("a.json.xz", lzma.compress(lines("x") * 100_000)[:-20], "a.json.xz cannot be read: Compressed file ended"),
+        ("a.json.xz", b"no xz", "a.json.xz cannot be read: "),
+        (
+            "a.json.zst",
+            LONG_WINDOW,
+            "a.json.zst cannot be read: ZSTD decompress failed: Frame requires too much memory for",
+        ),
+        ("a.arrow", b"no arrow", "a.arrow cannot be read: "),
+        ("a.arrow", arrow_stream(text=["x"])[:-300], "a.arrow cannot be read: "),
+        ("a.arrow", arrow_stream(body=["x"]), "a.arrow: no columns 'text'; columns are body (--text-key)"),
+        ("a.arrow", arrow_stream(text=[1]), "a.arrow: column 'text' holds int64, not text (--text-key)"),
     ],
 )
 def test_mistakes_in_files_end_with_one_line(name, content, message, tmp_path):
@@ -226,6 +259,8 @@ WRITTEN = {
     "datasets.jsonl": (lambda file: Dataset.from_pandas(FRAME).to_json(file), read_json),
     "datasets.parquet": (lambda file: Dataset.from_pandas(FRAME).to_parquet(file), read_parquet),
     "categories.parquet": (lambda file: FRAME.astype({"text": "category"}).to_parquet(file), read_parquet),
+    "polars-like.ndjson": (lambda file: FRAME.to_json(file, orient="records", lines=True), read_json),
+    "footer.arrow": (lambda file: feather.write_feather(ARROW, file), lambda file: pd.read_feather(file)["text"].tolist()),
     "small-pages.parquet": (write_arrow(data_page_version="2.0", data_page_size=64, row_group_size=4), read_parquet),
     "delta.parquet": (
         write_arrow(use_dictionary=False, column_encoding={"text": "DELTA_BYTE_ARRAY"}, compression="brotli"), read_parquet,
@@ -305,6 +340,28 @@ def test_a_record_without_the_key_is_a_document_without_text(before, tmp_path):
     assert manifest.documents("train") == 2 and manifest.source["left_out"] == {"documents without text": before + 2}
 
 
+def test_data_sets_that_were_saved_to_disk_are_read(tmp_path):
+    """As `load_from_disk` reads them: without the files that an earlier, larger one has left in the folder."""
+    more = DatasetDict(
+        train=Dataset.from_dict({"id": [*range(9)], "text": [f"old {i}" for i in range(9)]}),
+        test=Dataset.from_dict({"text": ["never"]}),
+    )
+    more.save_to_disk(tmp_path / "in", num_shards={"train": 3, "test": 1})
+    texts = [*(text for text in TEXTS if text), None, ""]
+    saved = Dataset.from_dict({"text": texts * 300}).select(range(0, 300 * len(texts), 3))
+    saved.save_to_disk(tmp_path / "in" / "train", num_shards=2)
+    left_out = Counter()
+    assert len(find_files([str(tmp_path / "in")], left_out)) == 2
+    assert +left_out == {
+        "of another split than train": 1, "describing a data set": 5, "of an older version of a data set": 3
+    }  # fmt: skip
+    read = load_from_disk(str(tmp_path / "in" / "train"))["text"]
+    assert texts_of(tmp_path / "in") == [text for text in read if text]
+    (tmp_path / "in" / "train" / "state.json").write_text("{}")
+    with pytest.raises(UserError, match="train/state.json does not list the files of a data set"):
+        texts_of(tmp_path / "in")
+
+
 def test_two_columns_of_one_name_are_refused(tmp_path):
     table = pa.Table.from_arrays([pa.array(["x"]), pa.array(["y"])], names=["text", "text"])
     pq.write_table(table, tmp_path / "a.parquet")
@@ -365,7 +422,7 @@ def test_a_clone_of_a_data_set_gives_its_training_split(tmp_path, write_parquet)
     assert sorted(file["name"] for file in manifest.source["files"]) == [
         "notes.md", "train-00000-of-00002.parquet", "train-00001-of-00002.parquet"
     ]  # fmt: skip
-    assert manifest.source["left_out"] == {"hidden": 1, "of another split than train": 2, "the card of a data set": 1}
+    assert manifest.source["left_out"] == {"hidden": 1, "of another split than train": 2, "describing a data set": 1}
     # named themselves they are read
     for source in (tmp_path / "data" / "test-00000-of-00001.parquet", tmp_path / "README.md"):
         assert len(texts_of(source)) == 1
