@@ -18,6 +18,7 @@ from pc.config import PCConfig
 from pc.maps import COEFFICIENTS, evaluate, stages
 from pc.matrices import Stored, stored_weights
 from pc.spectral import modified_condition_number, singular_values
+from pc.targets import clean_name
 
 NUMBERED_LEVELS = tuple(sorted(COEFFICIENTS))
 PC_BLOCKS = ("o", "gate", "up", "down")  # those of PCConfig's default
@@ -221,7 +222,7 @@ def conditioning(
         UserError: a split of a known class does not fit its weight.
     """
     weights, left_out = stored_weights(model)
-    load = load or dict(model.named_parameters()).__getitem__
+    load = load or {clean_name(name): weight for name, weight in model.named_parameters()}.__getitem__
     measured = []
     for stored in watch(weights if layers is None else sample_layers(weights, layers)):
         with torch.no_grad():

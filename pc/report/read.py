@@ -3,7 +3,7 @@
 import json
 import pickle
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from pc.errors import UserError
 from pc.report import skeleton
+from pc.targets import clean_name
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _DTYPES |= {"C64": torch.complex64, "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "BOOL": torch.bool}
@@ -23,6 +24,15 @@ _GIVE = "give a folder with safetensors or .bin files, a .safetensors file, or a
 _UNQUANTISED = "give the weights in bfloat16, float16 or float32 that it was made from"
 
 
+_FACTORS_ONLY = (
+    True,
+    False,
+    "gaussian",
+    "eva",
+    "orthogonal",
+)  # other initialisations of LoRA change the base's weights too
+
+
 class Entry(NamedTuple):
     """A tensor of a file."""
 
@@ -30,6 +40,14 @@ class Entry(NamedTuple):
     """torch.uint8 for any type that is not in `_DTYPES`: those are types of quantised weights"""
     shape: tuple[int, ...]
     load: Callable[[], Tensor]
+
+
+class Tensors(NamedTuple):
+    """What a checkpoint holds: its name, tensors by their names in the model, and config.json's content."""
+
+    name: str
+    entries: Mapping[str, Entry]
+    config: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -43,7 +61,7 @@ class Checkpoint:
 
 def of_tensors(name: str, tensors: Mapping[str, Tensor], config: Mapping[str, Any] = {}) -> Checkpoint:
     """The checkpoint of tensors in memory, by name."""
-    return _checkpoint(name, _entries(tensors), config)
+    return _checkpoint(Tensors(name, _of_model(name, _entries(tensors)), config))
 
 
 def read(path: Path, base: Path | None = None) -> Checkpoint:
@@ -56,14 +74,14 @@ def read(path: Path, base: Path | None = None) -> Checkpoint:
         UserError: nothing there that can be read without running code, damaged files, quantised weights.
     """
     try:
-        return _read(path, base)
+        return _checkpoint(_read(path, base))
     except (UserError, OSError):
         raise
     except Exception as error:  # other people's files may contain anything
         raise UserError(f"{path}: cannot be read ({type(error).__name__}: {str(error)[:200]})") from None
 
 
-def _read(path: Path, base: Path | None) -> Checkpoint:
+def _read(path: Path, base: Path | None) -> Tensors:
     if not path.exists():
         raise UserError(f"{path}: not there; {_GIVE}. Models on the Hub are not fetched; use `hf download NAME`")
     if path.is_file():
@@ -110,7 +128,7 @@ def _json(file: Path) -> dict[str, Any]:
     return read
 
 
-def _of_files(name: str, files: list[Path], config: Mapping[str, Any], index: Mapping[str, str] | None) -> Checkpoint:
+def _of_files(name: str, files: list[Path], config: Mapping[str, Any], index: Mapping[str, str] | None) -> Tensors:
     """One model from files of tensors. `index`: the file that each tensor should be in, by the tensor's name."""
     entries: dict[str, Entry] = {}
     for file in files:
@@ -129,7 +147,16 @@ def _of_files(name: str, files: list[Path], config: Mapping[str, Any], index: Ma
         entries |= found
     if missing := (index or {}).keys() - entries.keys():
         raise UserError(f"{name}: its index names {min(missing)}, which is in none of its files")
-    return _checkpoint(name, entries, config)
+    return Tensors(name, _of_model(name, entries), config)
+
+
+def _of_model(name: str, entries: Mapping[str, Entry]) -> dict[str, Entry]:
+    """The entries by their names in the model itself, without what wrappers insert."""
+    cleaned: dict[str, Entry] = {}
+    for key, entry in entries.items():
+        if cleaned.setdefault(clean_name(key), entry) is not entry:
+            raise UserError(f"{name}: has {clean_name(key)} twice, once as of a compiled model; remove one of them")
+    return cleaned
 
 
 def _of_safetensors(file: Path) -> dict[str, Entry]:
@@ -190,18 +217,20 @@ def _load_pickled(file: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def _checkpoint(name: str, entries: Mapping[str, Entry], config: Mapping[str, Any]) -> Checkpoint:
+def _checkpoint(tensors: Tensors) -> Checkpoint:
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    name, entries, config = tensors
     model = skeleton.build({key: (entry.dtype, entry.shape) for key, entry in entries.items()}, config)
     return Checkpoint(name, model, lambda key: entries[key].load().to(device))
 
 
-def _merged(path: Path, base: Path | None) -> Checkpoint:
-    """W + (alpha / r) B A of a LoRA adapter and the model that it changes."""
+def _merged(path: Path, base: Path | None) -> Tensors:
+    """A LoRA adapter with the model that it changes: W + (alpha / r) B A, and its whole weights in place of the model's."""
     config = _json(path / "adapter_config.json")
     base = base or Path(str(config.get("base_model_name_or_path")))
-    is_plain = config.get("peft_type") == "LORA" and {"r", "lora_alpha"} <= config.keys()
-    if not is_plain or any(config.get(key) for key in ("use_dora", "rank_pattern", "alpha_pattern")):
+    is_plain = config.get("peft_type") == "LORA" and config.get("r") and "lora_alpha" in config
+    more = ("use_dora", "rank_pattern", "alpha_pattern", "layer_replication")
+    if not is_plain or any(map(config.get, more)) or config.get("init_lora_weights", True) not in _FACTORS_ONLY:
         raise UserError(f"{path}: an adapter other than plain LoRA; save the model after PEFT's merge_and_unload()")
     if not base.is_dir():
         raise UserError(f"{path}: an adapter without its base model; give the base's folder by --base")
@@ -209,24 +238,25 @@ def _merged(path: Path, base: Path | None) -> Checkpoint:
     files = _files(path, "adapter_model.*")
     if not files:
         raise UserError(f"{path}: no adapter_model.safetensors in it")
-    adapter = _of_files(path.name, files[:1], {}, None)
-    known = dict(model.model.named_parameters())
-    added = {}
-    for key, _ in adapter.model.named_parameters():
-        if ".lora_A." not in key:
-            continue
-        target = key.split(".lora_A.")[0].removeprefix("base_model.model.") + ".weight"
-        if target not in known:
-            raise UserError(f"{path}: {key} changes {target}, which {base} does not have")
-        added[target] = key
+    adapter = {
+        k.removeprefix("base_model.model."): e for k, e in _of_files(path.name, files[:1], {}, None).entries.items()
+    }
     scale = config["lora_alpha"] / (config["r"] ** 0.5 if config.get("use_rslora") else config["r"])
+    whole, merged = {str(name) for name in config.get("modules_to_save") or ()}, dict(model.entries)
+    for key, entry in adapter.items():
+        module, factor, rest = key.rpartition(".lora_A." if ".lora_A." in key else ".lora_B.")
+        a, b = (adapter.get(f"{module}.lora_{which}.{rest}") for which in "AB")
+        weight = model.entries.get(f"{module}.weight")
+        if factor and weight and a and b:
+            load = partial(_sum, weight, a, b, scale, bool(config.get("fan_in_fan_out")))
+            merged[f"{module}.weight"] = Entry(torch.float32, weight.shape, load)
+        elif key in model.entries or whole.intersection(key.split(".")):
+            merged[key] = entry
+        elif not key.endswith("bias"):
+            raise UserError(f"{path}: {key} is not of {base}; save the model after PEFT's merge_and_unload()")
+    return Tensors(f"{model.name} with {path.resolve().name}", merged, model.config)
 
-    def load(name: str) -> Tensor:
-        weight = model.load(name)
-        if name not in added:
-            return weight
-        a, b = adapter.load(added[name]).float(), adapter.load(added[name].replace(".lora_A.", ".lora_B.")).float()
-        change = (b @ a).mT if config.get("fan_in_fan_out") else b @ a
-        return weight.float() + scale * change
 
-    return replace(model, name=f"{model.name} with {path.resolve().name}", load=load)
+def _sum(weight: Entry, a: Entry, b: Entry, scale: float, transposed: bool) -> Tensor:
+    change = b.load().float() @ a.load().float()
+    return weight.load().float() + scale * (change.mT if transposed else change)

@@ -33,10 +33,10 @@ USUAL = (
 )  # fmt: skip
 
 
-def made(row):
+def made(row, **settings):
     """A model of transformers at toy size, with larger weights than initial ones, so that no two matrices are alike."""
     model_class = getattr(hf, row.partition(",")[0])
-    model = model_class(model_class.config_class(**MODELS[row][0]))
+    model = model_class(model_class.config_class(**MODELS[row][0], **settings))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_()
@@ -161,27 +161,107 @@ def test_pc_of_a_measured_matrix_is_that_of_the_layer(level):
     assert after.figures.condition == pytest.approx(before.condition_at[level], rel=1e-5)
 
 
-LORA = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "base_model_name_or_path": "nowhere"}
+INSERTED = ("_orig_mod.", "module._orig_mod.", "_orig_mod.module.", "model._orig_mod.", "_fsdp_wrapped_module.")
 
 
-def test_an_adapter_is_merged_with_its_base(tmp_path):
-    peft = pytest.importorskip("peft")
+@pytest.mark.parametrize("prefix", INSERTED)
+def test_names_of_a_wrapped_model_are_those_of_the_model(prefix, tmp_path):
+    """torch.compile inserts a word, also in one layer, as does activation checkpointing."""
+    tensors = {
+        f"layers.{i}.mlp.{name}.weight": torch.randn(8, 8) for i in range(2) for name in ("up_proj", "down_proj")
+    }
+    plain = of_tensors("plain", tensors)
+    expected = conditions(pc.conditioning(plain.model, plain.load))
+    inside = {key.replace(".mlp.", "._orig_mod.mlp._checkpoint_wrapped_module."): tensors[key] for key in tensors}
+    for state in (tensors, inside):
+        wrapped = {prefix + key: tensor for key, tensor in state.items()}
+        torch.save({"model": wrapped, "iter_num": 3}, tmp_path / "state.pt")
+        save_file(wrapped, tmp_path / "state.safetensors")
+        for name in ("state.pt", "state.safetensors"):
+            assert conditions(measured(tmp_path / name)) == expected
+
+
+def test_a_tensor_under_both_names_is_refused(tmp_path):
+    save_file({"a.weight": torch.ones(4, 4), "_orig_mod.a.weight": torch.ones(4, 4)}, tmp_path / "both.safetensors")
+    with pytest.raises(pc.UserError, match=r"has a\.weight twice, once as of a compiled model"):
+        read(tmp_path / "both.safetensors")
+
+
+def test_a_compiled_module_is_measured():
     model = made("LlamaForCausalLM")
+    assert conditions(pc.conditioning(torch.compile(model))) == conditions(pc.conditioning(model))
+
+
+LORA = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "base_model_name_or_path": "nowhere"}
+ADAPTERS = {
+    "factors": ({"target_modules": ["q_proj", "down_proj"]}, ("q", "down")),
+    "whole weights beside them": (
+        {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "down_proj"]},
+        ("q", "down"),
+    ),
+    "biases": ({"target_modules": ["q_proj"], "bias": "all"}, ("q",)),
+    "another scale": ({"target_modules": ["q_proj"], "use_rslora": True}, ("q",)),
+}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_an_adapter_is_merged_with_its_base(kind, tied, tmp_path):
+    peft = pytest.importorskip("peft")
+    options, changed = ADAPTERS[kind]
+    torch.manual_seed(0)
+    model = made("LlamaForCausalLM", tie_word_embeddings=tied)
     model.save_pretrained(tmp_path / "base")
-    adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"]))
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, lora_alpha=8, **options))
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():
-            if "lora" in name:
+            if "lora" in name or "modules_to_save" in name:
                 parameter.normal_()
     adapted.save_pretrained(tmp_path / "adapter")
-    found, base = (
-        conditions(measured(tmp_path / "adapter", base=tmp_path / "base")),
-        conditions(measured(tmp_path / "base")),
-    )
-    expected = conditions(pc.conditioning(adapted.merge_and_unload()))
-    for block, values in expected.items():
-        assert found[block] == pytest.approx(values, rel=1e-4)
-        assert (found[block] == base[block]) == (block not in ("q", "down"))
+    found, base = measured(tmp_path / "adapter", base=tmp_path / "base"), conditions(measured(tmp_path / "base"))
+    for name, tensor in adapted.merge_and_unload().state_dict().items():
+        for matrix in found.matrices:
+            if matrix.name == name:
+                largest = torch.linalg.matrix_norm(tensor.double(), 2).item()
+                assert matrix.figures.largest == pytest.approx(largest, rel=1e-5), name
+    for block, values in conditions(found).items():
+        assert (values == base[block]) == (block not in changed), block
+
+
+UNKNOWN = {
+    "embedding": "base_model.model.model.embed_tokens.lora_embedding_A",
+    "magnitude": "base_model.model.model.layers.0.self_attn.o_proj.lora_magnitude_vector.weight",
+    "added rows": "base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta",
+    "factor of another's": "base_model.model.model.layers.9.self_attn.o_proj.lora_A.weight",
+    "second factor alone": "base_model.model.model.layers.0.self_attn.o_proj.lora_B.weight",
+    "another base's": "base_model.model.transformer.h.0.attn.weight",
+}
+
+
+@pytest.mark.parametrize("kind", UNKNOWN)
+def test_a_tensor_of_an_adapter_that_is_not_used_is_named(kind, tmp_path):
+    made("LlamaForCausalLM").save_pretrained(tmp_path / "base")
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(LORA))
+    save_file({UNKNOWN[kind]: torch.ones(4, 4)}, tmp_path / "adapter" / "adapter_model.safetensors")
+    with pytest.raises(pc.UserError, match=re.escape(UNKNOWN[kind].removeprefix("base_model.model."))):
+        measured(tmp_path / "adapter", base=tmp_path / "base")
+
+
+OTHERS = [
+    {"use_dora": True}, {"rank_pattern": {"q_proj": 2}}, {"init_lora_weights": "pissa"}, {"init_lora_weights": "olora"},
+    {"layer_replication": [[0, 1], [0, 1]]}, {"peft_type": "IA3"}, {"r": 0},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("config", OTHERS, ids=str)
+def test_an_adapter_that_is_more_than_its_factors_is_refused(config, tmp_path):
+    """PiSSA and OLoRA change the base's weights too."""
+    (tmp_path / "adapter_config.json").write_text(json.dumps(LORA | config))
+    with pytest.raises(
+        pc.UserError, match=r"an adapter other than plain LoRA; save the model after .*merge_and_unload"
+    ):
+        read(tmp_path, base=tmp_path)
 
 
 def broken(folder):
