@@ -47,6 +47,7 @@ class Row:
 
 
 ADAMW, PC = "1b_adamw_baseline.toml", "1b_adamw_pc.toml"
+MUON, MUON_PC = "1b_muon_baseline.toml", "1b_muon_pc.toml"
 DEBUG = "debug.toml"
 TF32 = ("--pc.compute_dtype", "tf32")
 EAGER = ("--compile.enable", "false")
@@ -92,6 +93,15 @@ ROWS: dict[str, Row] = {
         },
         rounds=2,
     ),
+    "memory-muon": Row(
+        "the same under Muon, with PC level 2",
+        {
+            "baseline": Variant(MUON, KEEP_ALL + EAGER),
+            "once per step": Variant(MUON_PC, KEEP_ALL + EAGER),
+            "in graph": Variant(MUON_PC, KEEP_ALL + EAGER, in_graph=True),
+        },
+        rounds=2,
+    ),
     "dtype": Row(
         "1B, AdamW, PC level 4: precision of PC's matmuls",
         {
@@ -109,8 +119,8 @@ ROWS: dict[str, Row] = {
         "1B: Muon over AdamW, and PC level 2 over Muon",
         {
             "adamw": Variant(ADAMW),
-            "muon": Variant("1b_muon_baseline.toml"),
-            "muon pc": Variant("1b_muon_pc.toml", TF32),
+            "muon": Variant(MUON),
+            "muon pc": Variant(MUON_PC, TF32),
         },
         rounds=4,
         goals=(Goal("time muon / adamw", "<=", 1.02), Goal("time muon pc / muon", "<=", 1.01)),

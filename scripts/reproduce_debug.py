@@ -2,8 +2,8 @@
 
 Usage: python scripts/reproduce_debug.py [ROW...] [--evals DIR]
 
-Takes under half an hour on two busy cores (26:41 minutes). Repeat to continue: finished runs and scores are kept.
-Output goes to outputs/reproduce. Figures at this size mean nothing; for the paper's, use the same commands with its
+Takes under half an hour on two busy cores (26:41 minutes). A row makes the data and trains the runs that it needs. Repeat to
+continue: finished runs and scores are kept. Output goes to outputs/reproduce. Figures at this size mean nothing; for the paper's, use the same commands with its
 configs.
 """
 
@@ -31,6 +31,14 @@ def sweeps(*names: str) -> list[str]:
     return [f"{CONFIGS}/{name}.toml" for name in names]
 
 
+DATA = ["-m", "pc_recipe.data.demo"]
+
+
+def trained(*names: str) -> list[list[str]]:
+    """The commands that make a row's runs."""
+    return [DATA, *(["scripts/sweep.py", "run", *sweeps(name)] for name in names)]
+
+
 def bars(name: str, *baselines: str) -> list[str]:
     return ["scripts/report.py", *baselines, "--sweep", f"{OUT}/{name}", "--output", f"{OUT}/figures/{name}.html"]
 
@@ -39,44 +47,52 @@ def rows(evals: str) -> dict[str, list[list[str]]]:
     """{row of the table in docs/reproduce.md: its commands, as arguments of `python`}."""
     models = [f"{name}={folder}/{LAST}" for name, folder in MAIN.items()]
     return {
-        "data": [["-m", "pc_recipe.data.demo"], ["scripts/inspect_data.py", "data/demo"]],
+        "data": [DATA, ["scripts/inspect_data.py", "data/demo"]],
         "runs": [
             ["scripts/sweep.py", "plan", *sweeps(*SWEEPS)],
-            ["scripts/sweep.py", "run", *sweeps(*SWEEPS)],
+            *trained(*SWEEPS),
             ["scripts/sweep.py", "select", *sweeps("adamw_lr", "muon_lr", "pc_level", "pc_blocks")],
             ["scripts/sweep.py", "select", *sweeps("recovery_gamma", "polar_express", "no_gamma")],
         ],
         "maps": [["scripts/polynomials.py", "--output", f"{OUT}/figures/maps"]],
-        "model-table": [["scripts/dry_run.py", f"{CONFIGS}/adamw_pc.toml", "--world-size", "1"]],
-        "loss-adamw": [["scripts/report.py", *ADAMW, "--output", f"{OUT}/figures/loss-adamw.html"]],
-        "loss-muon": [["scripts/report.py", *MUON, "--output", f"{OUT}/figures/loss-muon.html"]],
-        "spectra-adamw": [["scripts/spectra.py", *ADAMW, "--output", f"{OUT}/figures/spectra-adamw"]],
-        "spectra-muon": [["scripts/spectra.py", *MUON, "--output", f"{OUT}/figures/spectra-muon"]],
-        "levels": [bars("pc_level", *BASELINES)],
-        "blocks": [bars("pc_blocks", *BASELINES)],
+        "model-table": [["scripts/dry_run.py", f"{CONFIGS}/adamw_pc.toml", "--world-size", "1", "--no-data"]],
+        "loss-adamw": [*trained("main"), ["scripts/report.py", *ADAMW, "--output", f"{OUT}/figures/loss-adamw.html"]],
+        "loss-muon": [*trained("main"), ["scripts/report.py", *MUON, "--output", f"{OUT}/figures/loss-muon.html"]],
+        "spectra-adamw": [*trained("main"), ["scripts/spectra.py", *ADAMW, "--output", f"{OUT}/figures/spectra-adamw"]],
+        "spectra-muon": [*trained("main"), ["scripts/spectra.py", *MUON, "--output", f"{OUT}/figures/spectra-muon"]],
+        "levels": [*trained("main", "pc_level"), bars("pc_level", *BASELINES)],
+        "blocks": [*trained("main", "pc_blocks"), bars("pc_blocks", *BASELINES)],
         "recovery": [
+            *trained("main", "recovery_gamma"),
             bars("recovery_gamma", MAIN["adamw_baseline"]),
             ["scripts/report.py", MAIN["adamw_baseline"]]
             + [f"{OUT}/recovery_gamma/norm_recovery-{r}_learnable_gamma-{g}" for r in YES_NO for g in YES_NO]
             + ["--output", f"{OUT}/figures/recovery.html"],
         ],
         "gamma-spikes": [
+            *trained("main", "no_gamma"),
             ["scripts/report.py", MAIN["adamw_pc"], f"{OUT}/no_gamma/learnable_gamma-false"]
-            + ["--output", f"{OUT}/figures/gamma-spikes.html"]
+            + ["--output", f"{OUT}/figures/gamma-spikes.html"],
         ],
-        "flattening": [
+        "flattening": trained("main", "polar_express")
+        + [
             ["scripts/report.py", *pair, f"{OUT}/polar_express/{name}_pc/level-polar-express"]
             + ["--output", f"{OUT}/figures/flattening-{name}.html"]
             for name, pair in (("adamw", ADAMW), ("muon", MUON))
         ],
-        "estimator": [["scripts/report.py", *ADAMW, "--output", f"{OUT}/figures/estimator.html"]],
-        "cost": [["scripts/cost.py", "train_configs/1b_adamw_pc.toml", "--output", f"{OUT}/figures/cost"]],
+        "estimator": [*trained("main"), ["scripts/report.py", *ADAMW, "--output", f"{OUT}/figures/estimator.html"]],
+        "cost": [
+            ["scripts/cost.py", f"train_configs/1b_{name}_pc.toml", "--output", f"{OUT}/figures/cost-{name}"]
+            for name in ("adamw", "muon")
+        ],
         "memory": [
-            ["benchmarks/step.py", "memory", "--flavor", "debug", "--seq-len", "16", "--local-batch-size", "1"]
+            ["benchmarks/step.py", row, "--flavor", "debug", "--seq-len", "16", "--local-batch-size", "1"]
             + ["--micro-batches", "2", "--rounds", "1", "--output", f"{OUT}/figures/memory"]
+            for row in ("memory", "memory-muon")
         ],
         "theorem": [["scripts/theorem.py"]],
         "scores": [
+            *trained("main"),
             *([] if look.is_folder(evals) else [["scripts/fetch_eval_data.py", evals]]),
             ["scripts/score.py", *models, "--data", evals, "--limit", "2", "--output", f"{OUT}/figures/scores"],
         ],
@@ -89,12 +105,15 @@ def main() -> None:
     parser.add_argument("rows", nargs="*", metavar="ROW", help=f"of {', '.join(rows(''))} (default: all)")
     parser.add_argument("--evals", default=f"{OUT}/evals", help="folder of scripts/fetch_eval_data.py (default: new)")
     arguments = parser.parse_args()
-    every = rows(arguments.evals)
+    every, done = rows(arguments.evals), []
     for name in arguments.rows or every:
         if name not in every:
             parser.error(f"no row {name!r}; rows are {', '.join(every)}")
         start = time.monotonic()
         for command in every[name]:
+            if command in done:
+                continue
+            done.append(command)
             print(f"\n$ python {' '.join(command)}", flush=True)
             if subprocess.run([sys.executable, *command], cwd=ROOT).returncode:
                 sys.exit(f"row {name} failed at: python {' '.join(command)}")

@@ -30,6 +30,19 @@ def test_document_and_script_have_the_same_rows():
     assert scripts <= run and all((ROOT / script).is_file() for script in run)
 
 
+@pytest.mark.parametrize("row", reproduce.rows("evals"))
+def test_a_row_makes_what_it_reads(row):
+    """So that it works alone in a new clone."""
+    made = set()
+    for words in reproduce.rows("evals")[row]:
+        inputs = [word for before, word in zip(["", *words], words) if before != "--output"]
+        read = {found[1] for word in inputs if (found := re.search(rf"{reproduce.OUT}/(\w+)", word))}
+        assert read <= made
+        if "data/demo" in words or words[:2] == ["scripts/sweep.py", "run"]:
+            assert reproduce.DATA in reproduce.rows("evals")[row]
+        made |= {found[1] for word in words if (found := re.search(rf"{reproduce.CONFIGS}/(\w+)\.toml", word))}
+
+
 def test_the_sweeps_at_debug_size_are_the_papers(monkeypatch):
     """They have the same axes, share equal runs, and use a config that trains on this machine."""
     monkeypatch.chdir(ROOT)
@@ -51,4 +64,4 @@ def test_every_row_at_debug_size():
     assert done.returncode == 0
     figures = ROOT / reproduce.OUT / "figures"
     assert len([*figures.rglob("*.png"), *figures.glob("*.html")]) >= 20
-    assert (figures / "scores" / "table.limit-2.md").is_file() and (figures / "cost" / "cost.md").is_file()
+    assert (figures / "scores" / "table.limit-2.md").is_file() and (figures / "cost-muon" / "cost.md").is_file()
