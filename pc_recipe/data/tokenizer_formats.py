@@ -4,17 +4,19 @@ It refuses a file with settings that tokenizer.json cannot express. Then it comp
 file is made for, on every entry of the vocabulary, alone and in texts of many entries.
 """
 
+import hashlib
 import json
 import os
 import random
 import re
+from base64 import b64decode
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
 from itertools import chain, groupby, islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
@@ -22,10 +24,20 @@ from pc.errors import UserError
 from pc_recipe.files import look
 
 FILE, SETTINGS, SENTENCEPIECE = "tokenizer.json", "tokenizer_config.json", "tokenizer.model"
+TEKKEN = "tekken.json"
 NORMAL, UNKNOWN, CONTROL, BYTE, BPE = 1, 2, 3, 6, 2  # types of SentencePiece's entries, and of its models
 NO_EOS = "it has no end-of-text token to separate documents"
 END = "<|endoftext|>"  # of tiktoken's encodings
+LLAMA3_SHA256 = "82e9d31979e92ab929cd544440f129d9ecd797b69e327f80f17e1c50d5551b55"
+LLAMA3_ENDS = "<|begin_of_text|>", "<|end_of_text|>"
+LLAMA3_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
 TOGETHER = 50  # texts compared at a time, and entries of the vocabulary in one of them
+if TYPE_CHECKING:
+    import tiktoken
+
 Piece = TypeVar("Piece", str, bytes)
 
 
@@ -165,24 +177,61 @@ def from_tiktoken(name: str) -> Converted:
         encoding = tiktoken.get_encoding(name)
     except OSError as error:  # of the network; requests' errors are OSErrors
         raise UserError(f"it is an encoding of tiktoken that cannot be downloaded: {error}") from error
-    # its entries and its pattern are in private attributes only
-    ranks, pattern = encoding._mergeable_ranks, encoding._pat_str
     special = {name: number for number, name in {n: name for name, n in encoding._special_tokens.items()}.items()}
+    return _from_encoding(encoding, special, (None, END))
+
+
+def from_tekken(path: Path) -> Converted:
+    """Mistral's tekken.json. Its special entries come first, so an id is tiktoken's plus their number."""
+    from mistral_common.tokens.tokenizers.tekken import Tekkenizer
+
+    try:
+        tekken = Tekkenizer.from_file(path)
+    except (AssertionError, ValueError, LookupError, TypeError, AttributeError) as error:  # some list the vocabulary
+        reason = f"{type(error).__name__}: {' '.join(str(error).split()):.100}"
+        raise UserError(f"{path} is no tekken.json that mistral_common reads ({reason})") from None
+    names = tekken.vocab()
+    special = {name: number for number, name in enumerate(names[: tekken.num_special_tokens])}
+    return _from_encoding(tekken._model, special, (names[tekken.bos_id], names[tekken.eos_id]), len(special))
+
+
+def from_ranks(file: bytes) -> Converted:
+    """Llama 3's tokenizer.model, a list of tiktoken's ranks: pattern and special entries are in Llama's code only."""
+    import tiktoken
+
+    if hashlib.sha256(file).hexdigest() != LLAMA3_SHA256:
+        raise UserError(
+            f"it lists tiktoken's ranks, without pattern and special entries; give the folder of its {FILE}"
+        )
+    ranks = {b64decode(entry): int(rank) for entry, rank in map(bytes.split, file.splitlines())}
+    names = [*LLAMA3_ENDS, *(f"<|reserved_special_token_{number}|>" for number in range(254))]
+    special = {name: len(ranks) + number for number, name in enumerate(names)}
+    encoding = tiktoken.Encoding("llama3", pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens=special)
+    return _from_encoding(encoding, special, LLAMA3_ENDS)
+
+
+def _from_encoding(encoding: "tiktoken.Encoding", special: dict[str, int], names, first: int = 0) -> Converted:
+    """Of an encoding of tiktoken, whose ids begin at `first`; names: of BOS and EOS."""
+    # its entries and its pattern are in private attributes only
+    ranks, pattern = {entry: first + rank for entry, rank in encoding._mergeable_ranks.items()}, encoding._pat_str
     kept, others = {*range(33, 127), *range(161, 173), *range(174, 256)}, iter(range(256, 512))
     letters = [chr(byte if byte in kept else next(others)) for byte in range(256)]  # of the library's byte-level models
-    names = {entry: "".join(letters[byte] for byte in entry) for entry in ranks}
-    merges = [(names[left], names[right]) for left, right in _list_merges(ranks)]
+    written = {entry: "".join(letters[byte] for byte in entry) for entry in ranks}
+    merges = [(written[left], written[right]) for left, right in _list_merges(ranks)]
     # with the special ones, to which the library would give the next free ids
-    vocabulary = {names[entry]: rank for entry, rank in ranks.items()} | special
+    vocabulary = {written[entry]: rank for entry, rank in ranks.items()} | special
     split = pre_tokenizers.Split(Regex(_to_oniguruma(pattern)), "isolated")
     words = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
     # With `ignore_merges`, a word that is an entry becomes it. It must not become a special one.
     becomes_special = any(len(words.pre_tokenize_str(name)) == 1 for name in special)
     model = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=not becomes_special))
     model.pre_tokenizer, model.decoder = words, decoders.ByteLevel()
+
+    def encode(texts: list[str]) -> list[list[int]]:
+        return [[first + number for number in ids] for ids in encoding.encode_ordinary_batch(texts, num_threads=1)]
+
     texts = [*(entry.decode(errors="ignore") for entry in ranks), *special]
-    encode = partial(encoding.encode_ordinary_batch, num_threads=1)
-    return _compared("tiktoken", model, vocabulary, list(special), (None, END), encode, texts)
+    return _compared("tiktoken", model, vocabulary, list(special), names, encode, texts)
 
 
 def _to_oniguruma(pattern: str) -> str:

@@ -11,6 +11,7 @@ The same file encodes the shards and is copied to the data folder and exports, s
 import hashlib
 import json
 import os
+import re
 from collections.abc import Sequence
 from copy import deepcopy
 from functools import cached_property
@@ -22,7 +23,7 @@ import numpy as np
 
 from pc.errors import UserError
 from pc_recipe.data import tokenizer_formats
-from pc_recipe.data.tokenizer_formats import FILE, SENTENCEPIECE, SETTINGS, Converted
+from pc_recipe.data.tokenizer_formats import FILE, SENTENCEPIECE, SETTINGS, TEKKEN, Converted
 from pc_recipe.files import look
 from pc_recipe.files.atomic import write_atomically
 
@@ -182,7 +183,8 @@ def load_tokenizer(reference: str | Path) -> Tokenizer:
     """Load a tokenizer, converted if it is no tokenizer.json yet.
 
     reference: "mistral-common" (32,000 entries, Apache-2.0, installed with this package), the name of a tiktoken
-    encoding, a folder with tokenizer.json or tokenizer.model, or a SentencePiece `.model` file.
+    encoding, a folder with tokenizer.json, tekken.json or tokenizer.model, or one of the latter two: Mistral's, and a
+    SentencePiece model or Llama 3's list of ranks.
 
     Raises:
         UserError: there is none, or a tokenizer.json cannot give the same ids, or it encodes text as BOS or EOS.
@@ -208,14 +210,21 @@ def _convert(name: str, path: Path) -> Converted:
         return tokenizer_formats.from_tiktoken(name)
     elif look.is_file(path / FILE):
         return tokenizer_formats.from_folder(path)
-    content, reason = look.read(path / SENTENCEPIECE if look.is_folder(path) else path), "there is no such file"
+    if look.is_folder(path):
+        path /= TEKKEN if look.is_file(path / TEKKEN) else SENTENCEPIECE
+    if "tekken" in path.name and look.is_file(path):
+        return tokenizer_formats.from_tekken(path)
+    content, reason = look.read(path), "there is no such file"
     if content is not None:
+        if re.match(rb"[\w+/]+=* \d+\s", content):
+            return tokenizer_formats.from_ranks(content)
         try:
             return tokenizer_formats.from_sentencepiece(content)
         except RuntimeError as error:
             reason = str(error)
     raise UserError(
-        f"neither {DEFAULT_TOKENIZER!r}, a folder with {FILE}, a tiktoken encoding, nor a SentencePiece model ({reason})"
+        f"neither {DEFAULT_TOKENIZER!r}, a folder with {FILE}, a tiktoken encoding, a {TEKKEN}, nor a SentencePiece model "
+        f"({reason})"
     )
 
 

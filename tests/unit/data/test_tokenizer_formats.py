@@ -3,11 +3,13 @@
 Each is compared with the library that its file is made for, which the project does not use to encode.
 """
 
+import hashlib
 import io
 import json
 import random
 import shutil
 import zipfile
+from base64 import b64encode
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -18,12 +20,15 @@ import tiktoken
 import tiktoken_ext.openai_public as public
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mistral_common.tokens.tokenizers.tekken import Tekkenizer
 from sentencepiece import sentencepiece_model_pb2
+from tiktoken.load import load_tiktoken_bpe
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer
 
 from helpers.format_1 import make_format_1
 from pc.errors import UserError
+from pc_recipe.data import tokenizer_formats
 from pc_recipe.data.inspection import read_documents
 from pc_recipe.data.manifest import Manifest, require_same_tokenizer
 from pc_recipe.data.tokenizers import _mistral_model, load_tokenizer
@@ -267,6 +272,74 @@ def test_a_published_tokenizer_json_comes_through(published, tmp_path):
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<EOT>"}')
     original = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     came_through(tmp_path, tmp_path / "made", lambda text: original.encode(text).ids, decodes=False, adds_bos=False)
+
+
+def write_tekken(path: Path, ranks: dict[bytes, int], special: int = 24) -> Path:
+    """As Mistral writes one of version 3, whose names of special entries are in its package."""
+    entries = [*(bytes([byte]) for byte in range(256)), *(entry for entry in ranks if len(entry) > 1)]
+    vocab = [
+        {"rank": rank, "token_bytes": b64encode(entry).decode(), "token_str": entry.decode(errors="replace")}
+        for rank, entry in enumerate(entries)
+    ]
+    config = {"pattern": LLAMA3, "num_vocab_tokens": len(ranks), "default_num_special_tokens": special, "version": "v3"}
+    path.write_text(json.dumps({"config": config | {"default_vocab_size": len(ranks) + special - 5}, "vocab": vocab}))
+    return path
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["the file", "its folder"])
+def test_a_tekken_json_comes_through(named, tmp_path, ranks):
+    """With as many entries as its vocabulary size says, behind the special ones."""
+    file = write_tekken(tmp_path / "tekken.json", ranks)
+    original = Tekkenizer.from_file(file)
+    manifest = came_through(
+        file if named else tmp_path, tmp_path / "made", lambda text: original.encode(text, bos=False, eos=False)
+    )
+    tokenizer = manifest.load_tokenizer()
+    assert (tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id) == (original.n_words, 1, 2) == (719, 1, 2)
+
+
+def test_a_tekken_json_that_its_library_does_not_read_is_refused(tmp_path, ranks):
+    for lost in ("config", "vocab"):
+        file = write_tekken(tmp_path / "tekken.json", ranks)
+        file.write_text(json.dumps(json.loads(file.read_text()) | {lost: {}}))
+        with pytest.raises(UserError, match="tekken.json is no tekken.json that mistral_common reads [^\n]*$"):
+            load_tokenizer(file)
+
+
+def test_llama_3s_list_of_ranks_comes_through(tmp_path, monkeypatch, ranks):
+    content = b"".join(b64encode(entry) + f" {rank}\n".encode() for entry, rank in ranks.items())
+    (tmp_path / "tokenizer.model").write_bytes(content)
+    with pytest.raises(
+        UserError, match="it lists tiktoken's ranks, without pattern and special entries; give the folder"
+    ):
+        load_tokenizer(tmp_path)  # another model's, for all that is known
+    monkeypatch.setattr(tokenizer_formats, "LLAMA3_SHA256", hashlib.sha256(content).hexdigest())
+    original = tiktoken.Encoding("mine", pat_str=LLAMA3, mergeable_ranks=ranks, special_tokens={})
+    tokenizer = came_through(tmp_path, tmp_path / "made", original.encode_ordinary).load_tokenizer()
+    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.vocab_size) == (700, 701, 956)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", ["tekken_240718.json", "tekken_240911.json"])
+def test_mistrals_own_tekken_comes_through(name, tmp_path):
+    original = Tekkenizer.from_file(_mistral_model().parent / name)
+    came_through(original.file_path, tmp_path, lambda text: original.encode(text, bos=False, eos=False))
+
+
+@pytest.mark.soak
+def test_llama_3s_own_list_of_ranks_comes_through(tmp_path, monkeypatch):
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", "")  # no copy of it
+    sha256 = "7f77f78ff13fca09f70d76a376aff6414cd901623fb9d57e69c2f8367a73032f"
+    with zipfile.ZipFile(download_wheel("llama-models==0.3.0", sha256, tmp_path)) as archive:
+        (tmp_path / "tokenizer.model").write_bytes(archive.read("llama_models/llama3/tokenizer.model"))
+    original = tiktoken.Encoding(
+        "llama3",
+        pat_str=LLAMA3,
+        mergeable_ranks=load_tiktoken_bpe(str(tmp_path / "tokenizer.model")),
+        special_tokens={},
+    )
+    tokenizer = came_through(tmp_path, tmp_path / "made", original.encode_ordinary).load_tokenizer()
+    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.vocab_size) == (128_000, 128_001, 128_256)
 
 
 def test_patterns_with_line_ends_and_possessive_repeats_come_through(tmp_path, monkeypatch, ranks):
