@@ -46,6 +46,13 @@ def anywhere(config: Config) -> Iterator[str]:
         yield f"model.n_kv_heads = {shape.n_kv_heads} should divide model.n_heads = {shape.n_heads}"
     if config.optimizer.independent_decay and not config.optimizer.lr:
         yield "optimizer.independent_decay = true needs optimizer.lr above 0, which the decay is divided by"
+    schedule, steps = config.lr_scheduler, config.lr_scheduler.total_steps or config.training.steps
+    decaying = min(round(steps * (schedule.decay_ratio or 0)), max(0, steps - schedule.warmup_steps))
+    if schedule.decay_ratio and decaying < 2:  # the first of them has the peak rate
+        yield (
+            f"lr_scheduler.decay_ratio = {schedule.decay_ratio:g} of {steps} steps, {schedule.warmup_steps} of them of warmup, "
+            "never lowers the rate; give at least 2 steps, or 0 for no decay"
+        )
     if config.checkpoint.initial_load_path and not config.checkpoint.enable:
         yield "checkpoint.initial_load_path needs checkpoint.enable = true; without it nothing is loaded"
     if config.checkpoint.initial_load_in_hf and not config.checkpoint.initial_load_path:

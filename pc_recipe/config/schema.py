@@ -85,12 +85,18 @@ class LRScheduler(Section):
     total_steps: Count | None = key(
         None, "Steps of the whole schedule, after which the rate stays constant; unset: training.steps."
     )
-    decay_ratio: Fraction | None = key(None, "Share of the steps that decay, at the end; unset: all after the warmup.")
+    decay_ratio: Fraction | None = key(
+        None,
+        "Share of the steps that decay, at the end; the first of them has the peak rate. Unset: all after the warmup.",
+    )
     decay_type: Literal["linear", "sqrt", "cosine"] = key(
         "linear",
         "Shape of the decay: at share t of its steps linear is 1 - t, sqrt 1 - t^0.5, cosine (1 + cos(pi t)) / 2.",
     )
-    min_lr_factor: Fraction = key(0.0, "The last learning rate as a share of the peak.")
+    min_lr_factor: Fraction = key(
+        0.0,
+        "Share of the peak at which the decay ends, one step behind the last: a linear one has gone 1 - 1/steps of its way.",
+    )
 
 
 class DataLoader(Section):

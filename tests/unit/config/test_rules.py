@@ -44,6 +44,7 @@ EMULATED_FLOAT8 = {**FLOAT8, "quantize.linear.float8.emulate": True}
 ZERO_BUBBLE = {"parallelism.pipeline_parallel_schedule": "ZBVZeroBubble"}
 ZBV = {**ZERO_BUBBLE, "activation_checkpoint.mode": "full"}
 INTERLEAVED = {"parallelism.pipeline_parallel_schedule": "Interleaved1F1B"}
+SCHEDULE = {"training.steps": 100, "lr_scheduler.warmup_steps": 5, "lr_scheduler.decay_ratio": 0.5}
 
 REFUSED_ANYWHERE = [
     ({}, {"dp_replicate": 2}, "data_parallel_replicate_degree without sharding averages gradients twice"),
@@ -58,6 +59,10 @@ REFUSED_ANYWHERE = [
     ({"quantize.linear.float8.emulate": True}, {}, 'needs model.converters = ["quantize.linear.float8"]'),
     ({"experiment.options": {"power": 1}}, {}, "experiment.options needs experiment.arm"),
     ({"checkpoint.keep_latest_k": 1}, {}, "checkpoint.keep_latest_k = 1 should be 0 (keep all)"),
+    *(
+        ({**SCHEDULE, **{f"lr_scheduler.{key}": value for key, value in more.items()}}, {}, "never lowers the rate")
+        for more in ({"decay_ratio": 0.01}, {"decay_ratio": 0.001}, {"warmup_steps": 99}, {"total_steps": 2})
+    ),
     ({"model.n_kv_heads": 2}, {"tp": 4}, "tensor_parallel_degree = 4 should divide the 2 (key-value) heads"),
     ({"model.vocab_size": 257}, {"tp": 2}, "tensor_parallel_degree = 2 should divide model.vocab_size = 257, such as 258"),
     (
@@ -90,6 +95,8 @@ REFUSED_ON_CPU = [
 ]  # fmt: skip
 
 ACCEPTED = [
+    ({**SCHEDULE, "lr_scheduler.decay_ratio": 0.02}, {}),
+    ({**SCHEDULE, "lr_scheduler.decay_ratio": 0.0}, {}),
     ({}, {}),
     ({}, {"dp_replicate": 2, "dp_shard": 2}),
     ({}, {"dp_shard": 2, "tp": 2, "pp": 2}),

@@ -121,3 +121,11 @@ def test_each_decay_falls_from_the_peak_to_the_least_and_stays(decay_type):
     assert factors[5:501] == [1.0] * 496 and factors[5:] == sorted(factors[5:], reverse=True)
     assert factors[999:] == [pytest.approx(0.1, abs=0.002)] * 101  # TorchTitan's last step is one before the least
     assert factors[600] < 0.98
+
+
+@pytest.mark.parametrize("decaying", [1, 2, 10])
+def test_a_linear_decay_ends_one_step_behind_the_last(decaying):
+    """So one of a single step changes nothing, and `rules` refuses it."""
+    schedule = LRScheduler(warmup_steps=5, decay_ratio=decaying / 100, min_lr_factor=0.1)
+    factor = rate_factor(schedule, 100)
+    assert [factor(100 - decaying), factor(99)] == pytest.approx([1.0, 1 - 0.9 * (decaying - 1) / decaying])
