@@ -202,7 +202,7 @@ def time_layers(clone: Path) -> dict[str, list[float]]:
 
 @exit_on_user_error
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--clone", type=Path, required=True, help="clone of the paper's repository")
     parser.add_argument("--output", type=Path, help="file for the results")
     options = parser.parse_args()

@@ -29,7 +29,7 @@ def counting(items: int, vocabulary: int) -> list[dict[str, torch.Tensor]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--folder", type=Path, default=Path("outputs/hf_trainer"))
     arguments = parser.parse_args()

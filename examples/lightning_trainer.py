@@ -52,7 +52,7 @@ class Model(lightning.LightningModule):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--folder", type=Path, default=Path("outputs/lightning"))
     arguments = parser.parse_args()

@@ -40,7 +40,7 @@ def batch(step: int, index: int, rank: int) -> torch.Tensor:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--folder", type=Path, default=Path("outputs/loop"))
     arguments = parser.parse_args()

@@ -87,7 +87,7 @@ class PC:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("file", type=Path, nargs="?", default=Path(__file__))
     parser.add_argument("--plain", action="store_true", help="without PC")
     parser.add_argument("--steps", type=int, default=200)

@@ -22,7 +22,7 @@ def _with_results(text: str) -> Path:
 
 @exit_on_user_error
 def main() -> None:
-    parser = argparse.ArgumentParser("python -m experiments", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser("python -m experiments", description=(__doc__ or "").partition("\n")[0])
     actions = parser.add_subparsers(dest="action", required=True)
     collecting = actions.add_parser("collect", help="add finished and diverged runs to runs.jsonl")
     collecting.add_argument(

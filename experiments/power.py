@@ -33,7 +33,7 @@ def detected(spreads: tuple[float, float], seeds: int, difference: float) -> flo
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("spreads", type=float, nargs=2, help="standard deviations over seeds of the two arms")
     parser.add_argument("--seeds", type=int, nargs="+", required=True, help="numbers of seeds per arm to try")
     parser.add_argument("--margin", type=float, required=True)

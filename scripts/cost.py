@@ -12,7 +12,7 @@ from pc_recipe.config.command_line import at_least_one, parse_with_overrides
 
 @exit_on_user_error
 def main() -> None:
-    parser = argparse.ArgumentParser(add_help=False, description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(add_help=False, description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("config", type=Path, help="TOML of train_configs/")
     parser.add_argument("--world-size", type=at_least_one, default=8, help="GPUs to count for (default: 8)")
     parser.add_argument("--output", type=Path, help="folder for cost.md (default: print only)")

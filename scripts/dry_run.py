@@ -13,7 +13,7 @@ from pc_recipe.config.command_line import at_least_one, parse_with_overrides
 
 @exit_on_user_error
 def main() -> None:
-    parser = argparse.ArgumentParser(add_help=False, description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(add_help=False, description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("config", help="TOML file of the run")
     parser.add_argument(
         "--world-size", type=at_least_one, help="total number of GPUs (default: NGPU, or all GPUs here, at least 1)"

@@ -13,7 +13,7 @@ from pc_recipe.config.command_line import existing
 
 @exit_on_user_error
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument(
         "source", type=existing, metavar="RUN", help="a run, for its newest checkpoint, or RUN/checkpoint/step-N"
     )

@@ -10,7 +10,7 @@ from pc.errors import exit_on_user_error
 
 @exit_on_user_error
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("out", help="folder for the files <task>.jsonl")
     arguments = parser.parse_args()
     from pc_recipe.evaluate.fetch import fetch

@@ -11,7 +11,7 @@ from pc_recipe.config.command_line import at_least_one, existing
 
 @exit_on_user_error
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("model", type=existing, help="a run, RUN/checkpoint/step-N or a Hugging Face folder")
     parser.add_argument("prompt")
     parser.add_argument("--max-new-tokens", type=at_least_one, default=100, help="fewer if the model ends the document")

@@ -12,7 +12,7 @@ from pc_recipe.config.command_line import at_least_one
 
 @exit_on_user_error
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--output", type=Path, default=Path("outputs/polynomials"), help="folder for the figures")
     parser.add_argument("--cutoff", type=float, help="fit your own map to min(sigma / CUTOFF, 1)")
     parser.add_argument("--degree", type=at_least_one, default=4, help="degree of p in g(s) = s p(s^2) (default: 4)")

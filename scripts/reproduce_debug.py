@@ -101,7 +101,7 @@ def rows(evals: str) -> dict[str, list[list[str]]]:
 
 @exit_on_user_error
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("rows", nargs="*", metavar="ROW", help=f"of {', '.join(rows(''))} (default: all)")
     parser.add_argument("--evals", default=f"{OUT}/evals", help="folder of scripts/fetch_eval_data.py (default: new)")
     arguments = parser.parse_args()

@@ -16,7 +16,7 @@ from pc_recipe.files.run_folder import parse_model
 
 @exit_on_user_error
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("models", nargs="+", metavar="[NAME=]MODEL")
     parser.add_argument("--data", help="folder of scripts/fetch_eval_data.py (default: the Hub)")
     parser.add_argument("--limit", type=at_least_one, help="first items of each task, for a quick look (default: all)")

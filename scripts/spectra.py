@@ -12,7 +12,7 @@ from pc_recipe.config.command_line import existing
 
 @exit_on_user_error
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument(
         "sources", nargs="+", type=existing, metavar="RUN_OR_CHECKPOINT",
         help="run folder (its last checkpoint) or checkpoint folder step-N; baseline first",

@@ -21,7 +21,7 @@ from pc_recipe.runs.sweep.spec import load
 
 @exit_on_user_error
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     actions = parser.add_subparsers(dest="action", required=True)
     described = {
         "plan": "print the runs, their tokens and GPU-hours",

@@ -11,7 +11,7 @@ from pc_recipe.config.command_line import at_least_one
 
 @exit_on_user_error
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--steps", type=at_least_one, default=1500, help="gradient descent steps (default: 1500)")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()

@@ -47,7 +47,7 @@ def next_rate(means: pd.Series) -> float | None:
 
 @exit_on_user_error
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("folders", type=Path, nargs="+", help="folders of tuning sweeps")
     parser.add_argument("--output", type=Path, default=OUTPUT / "rates.toml", help="default: %(default)s")
     arguments = parser.parse_args()

@@ -29,7 +29,7 @@ def matrices_of(run: Path) -> dict:
 
 @exit_on_user_error
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("study")
     parser.add_argument("sweeps", type=Path, nargs="+", help="folders of sweeps, the reference's first")
     arguments = parser.parse_args()

@@ -47,7 +47,7 @@ def mean_of(runs: list[Path]) -> dict:
 
 @exit_on_user_error
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("runs", type=Path, nargs="+", help="folders of finished runs of one arm, of no test seed")
     parser.add_argument("--output", type=Path, required=True)
     arguments = parser.parse_args()

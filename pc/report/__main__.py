@@ -19,7 +19,7 @@ def _count(text: str) -> int:
 
 @exit_on_user_error
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m pc.report", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m pc.report", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument(
         "models", nargs="+", type=Path, metavar="MODEL",
         help="folder of a Hugging Face model or of a LoRA adapter; file of tensors: .safetensors, .bin, .pt",

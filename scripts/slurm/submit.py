@@ -14,7 +14,7 @@ from pc_recipe.runs.slurm import submit_run
 
 @exit_on_user_error
 def main() -> None:
-    parser = argparse.ArgumentParser(add_help=False, description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(add_help=False, description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("config", help="TOML file of the run")
     Allocation.add_options(parser)
     parser.add_argument("--print", action="store_true", help="print the command that would queue it, and queue nothing")

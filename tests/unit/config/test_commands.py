@@ -1,6 +1,8 @@
 """Commands report mistakes and print their help before they import torch, which takes seconds."""
 
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -111,3 +113,21 @@ def test_help_of_a_script(script):
     status, output = run_script(script, "--help")
     assert status == 0 and output.startswith("usage: ")
     assert ("[--section.key=value ...]" in output) == (script.name in TAKE_OVERRIDES)
+
+
+def test_help_without_docstrings():
+    """Images of containers may set PYTHONOPTIMIZE=2."""
+    scripts = [*sorted(map(str, (ROOT / "scripts").rglob("*.py"))), "pc.report"]
+    code = f"""
+import runpy, sys
+for script in {scripts}:
+    sys.argv = [script, "--help"]
+    try:
+        (runpy.run_path if script.endswith(".py") else runpy.run_module)(script, run_name="__main__")
+    except SystemExit as end:
+        print("status of", script, end.code)
+"""
+    done = subprocess.run([sys.executable, "-OO", "-B", "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert [line for line in done.stdout.splitlines() if line.startswith("status of ")] == [
+        f"status of {script} 0" for script in scripts
+    ], done.stderr
