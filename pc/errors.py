@@ -31,8 +31,8 @@ def _reader_left() -> bool:
 def exit_on_user_error(main: Callable[..., None]) -> Callable[..., None]:
     """Decorate a command's `main`: a `UserError` prints `error: ...` on stderr and exits with status 2.
 
-    An `OSError` about a named file or folder, such as a missing one, is reported likewise; if the disk failed, the line
-    begins with `failed: ` and the status is 1. A reader of the output who leaves early, such as `head`, ends the command
+    An `OSError` about a file or folder, such as a missing one, is reported likewise; if the disk failed, the line begins
+    with `failed: ` and the status is 1. A reader of the output who leaves early, such as `head`, ends the command
     in silence, and so does Ctrl-C. Any other exception is a bug in this project and keeps its traceback. All that the
     command prints is plain text.
     """
@@ -54,10 +54,12 @@ def exit_on_user_error(main: Callable[..., None]) -> Callable[..., None]:
             print(f"{error.kind}: {error}", file=sys.stderr)
             sys.exit(error.status)
         except OSError as error:
-            if error.filename is None:
-                raise
             kind, status = ("failed", 1) if error.errno in DISK_ERRORS else ("error", 2)
-            print(f"{kind}: {error.filename}: {error.strerror}", file=sys.stderr)
+            # without a name: a write to a full disk, and Python's search for a folder of temporary files
+            if error.filename is None and kind == "error" and not isinstance(error, FileNotFoundError):
+                raise
+            named = os.fsdecode(error.filename) if isinstance(error.filename, bytes) else error.filename
+            print(f"{kind}: {'' if named is None else f'{named}: '}{error.strerror}", file=sys.stderr)
             sys.exit(status)
 
     return guarded

@@ -22,7 +22,7 @@ from pc_recipe.train.environment import write_environment
 from pc_recipe.train.nonfinite import Diverged
 from pc_recipe.train.trainer import Trainer
 
-REFUSALS = PermissionError, IsADirectoryError, NotADirectoryError
+REFUSALS = PermissionError, IsADirectoryError, NotADirectoryError, FileExistsError
 
 meet_privately()  # not in `main`, because a process that torch spawns imports this module alone
 
@@ -35,7 +35,7 @@ def end_with(error: BaseException, folder: str | None, step: int, rank: int) -> 
     """
     # whatever file it was about: TensorBoard's, a compiler's, one of another user
     if isinstance(error, OSError) and (error.errno in DISK_ERRORS or isinstance(error, REFUSALS)):
-        error = DiskFailed(f"{error.filename or folder}: {error.strerror}")
+        error = DiskFailed(f"{os.fsdecode(error.filename or folder or '')}: {error.strerror}")
     if folder and (rank == 0 or isinstance(error, UserError)):
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         with contextlib.suppress(UserError):  # then status.json still says "running"; readers show "interrupted"
@@ -74,14 +74,14 @@ def main() -> None:
             (folder / "pending.toml").unlink(missing_ok=True)
 
         trainer.train(record)
+        trainer.close()
     except BaseException as error:
         if trainer is not None:
             trainer.checkpointer.end_save()
         end_with(error, config.job.dump_folder if config else None, trainer.step if trainer else 0, rank)
-        raise
-    finally:
         if trainer is not None:
             trainer.close()
+        raise
     dist.destroy_process_group()
 
 

@@ -1,6 +1,7 @@
 """Logging of a run: a line on the console, TorchTitan's TensorBoard and W&B, and `metrics.jsonl`."""
 
 import math
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -107,6 +108,7 @@ class PCMetricsProcessor(MetricsProcessor):
         for one in getattr(self.logger, "_loggers", ()):
             loggers.add_logger(one)
             if isinstance(one, TensorBoardLogger):
+                threading.excepthook = _print_no_traceback_of_tensorboard
                 settings = tomli_w.dumps(config.model_dump(exclude_unset=True))
                 one.writer.add_text("configuration", "    " + settings.replace("\n", "\n    "))  # as code, in Markdown
         self.logger = loggers
@@ -211,6 +213,12 @@ class PCMetricsProcessor(MetricsProcessor):
         """Log these metrics, if there are any."""
         if metrics:
             self.logger.log(metrics, step)
+
+
+def _print_no_traceback_of_tensorboard(ended: threading.ExceptHookArgs) -> None:
+    """Its thread keeps an error of the disk, which the next write raises."""
+    if not (isinstance(ended.exc_value, OSError) and type(ended.thread).__module__.startswith("tensorboard.")):
+        threading.__excepthook__(ended)
 
 
 def _spikes_so_far(run: Path) -> LossSpikes:

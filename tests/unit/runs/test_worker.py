@@ -32,11 +32,11 @@ def ends(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run.toml").write_text("")
 
-    def start(train) -> tuple[int, str, str]:
+    def start(train, close=lambda: None) -> tuple[int, str, str]:
         trainer = SimpleNamespace(
             step=3,
             train=lambda record: train(),
-            close=lambda: None,
+            close=close,
             checkpointer=SimpleNamespace(end_save=lambda: None),
         )
         monkeypatch.setattr(worker, "Trainer", lambda config: trainer)
@@ -63,6 +63,24 @@ def test_a_full_disk_under_any_file_is_one_line(ends, tmp_path):
 
     assert ends(train) == (1, "failed: outputs/run: No space left on device\n", "failed")
     assert json.loads(file.read_text())["reason"] == "outputs/run: No space left on device"
+
+
+@pytest.mark.parametrize("when", ["train", "close"])
+def test_a_disk_that_fails_under_tensorboard_is_one_line(ends, when):
+    """TensorBoard gives its file as bytes; what it has not written yet, it writes when it is closed."""
+
+    def fail():
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), b"outputs/run/tb/events")
+
+    said = "failed: outputs/run/tb/events: Read-only file system\n"
+    assert ends(**{"train": lambda: None, when: fail}) == (1, said, "failed")
+
+
+def test_a_file_in_place_of_a_folder_is_one_line(ends):
+    def train():
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), "outputs/run/comm_traces")  # by TorchTitan
+
+    assert ends(train) == (1, "failed: outputs/run/comm_traces: File exists\n", "failed")
 
 
 def test_a_status_that_cannot_be_written_does_not_hide_the_reason(ends, tmp_path):
