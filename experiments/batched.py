@@ -333,7 +333,7 @@ def train(sweep: Sweep, output: Path, end: float) -> bool:
 
 @exit_on_user_error
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("sweeps", nargs="+", metavar="SWEEP", help="TOML files of sweeps, trained one after another")
     parser.add_argument("--output", type=Path, required=True, help="the folder of the rows")
     parser.add_argument("--seconds", type=at_least_one, help="stop at the first validation after so many seconds")

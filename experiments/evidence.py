@@ -30,10 +30,10 @@ from pc_recipe.config.model_sizes import Flavor, shape_of
 from pc_recipe.config.optimizers import KINDS
 from pc_recipe.config.run_key import all_values
 from pc_recipe.config.schema import Config
-from pc_recipe.files import look
+from pc_recipe.files import look, record
 from pc_recipe.files.atomic import write_atomically
 from pc_recipe.files.run_log import VALIDATION, read_logs, unique_names
-from pc_recipe.runs.sweep.points import read_json_lines, read_results
+from pc_recipe.runs.sweep.points import read_results
 from pc_recipe.runs.sweep.spec import label
 from pc_recipe.train.llama2 import Llama2, Llama2Args
 
@@ -54,7 +54,7 @@ def collect(sweeps: Sequence[Path], study: str, output: Path) -> int:
     lines = [line for sweep in sweeps for result in read_results(sweep) if (line := _line(study, sweep, result))]
     if not lines:
         raise UserError(f"{', '.join(map(str, sweeps))}: no finished run with a {VALIDATION}")
-    earlier = read_json_lines(file) if look.is_file(file) else []
+    earlier = record.read(file, dict[str, Any]) or []
     kept = {(line["study"], line["resolved"]["job"]["dump_folder"]): line for line in earlier + lines}.values()
     write_atomically(file, "".join(json.dumps(line, allow_nan=False) + "\n" for line in kept))
     return len(lines)
@@ -207,7 +207,7 @@ def digest(folder: Path) -> str:
 def _by_kind(file: Path) -> dict[tuple, list[tuple[dict, Config]]]:
     """The runs of a runs.jsonl by study, model, validation sequences, optimizer (unless variants name it) and steps."""
     groups: dict[tuple, list[tuple[dict, Config]]] = {}
-    for line in read_json_lines(file):
+    for line in record.parse(file.read_bytes(), file, dict[str, Any]):
         config = Config.model_validate(line["resolved"], extra="ignore")  # written by any version
         optimizer = "" if line.get("variant") else config.optimizer.name
         sequences = config.model.vocab_size, config.training.seq_len, config.data.validation_sequences

@@ -21,9 +21,9 @@ from experiments.evidence import CONDITION, SIZES, Experiment, curve, read_exper
 from experiments.tables import plain
 from pc_recipe.config import load_config
 from pc_recipe.files import look, markdown
+from pc_recipe.files.record import read
 from pc_recipe.files.run_log import VALIDATION
 from pc_recipe.plan.cost import RunCost, StepCost
-from pc_recipe.runs.sweep.points import read_json_lines
 
 FOLDER = Path(__file__).parent
 FOLDERS = ("conditioning", "rivals", "rivals/again", "regime", "small", "verdict")
@@ -215,7 +215,7 @@ def studies() -> dict[str, Study]:
 
 def count(folder: str, commit: str, with_pc: bool = False) -> int:
     """Runs of a commit in a folder's rows."""
-    lines = read_json_lines(FOLDER / folder / "runs.jsonl")
+    lines = read(FOLDER / folder / "runs.jsonl", dict)
     mine = [line for line in lines if line["environment"]["commit"].startswith(commit)]
     return sum(line["resolved"]["pc"]["enable"] or not with_pc for line in mine)
 
@@ -245,7 +245,7 @@ def record(folder: str, row: str) -> dict:
     file = RESULTS / folder / f"{row}.json"
     if look.is_file(file):
         return json.loads(file.read_text())
-    return {line["name"]: line["record"] for line in read_json_lines(file.with_name("measurements.jsonl"))}[row]
+    return {line["name"]: line["record"] for line in read(file.with_name("measurements.jsonl"), dict)}[row]
 
 
 cpu = partial(record, "2026-11-21-cpu-step")

@@ -24,11 +24,10 @@ import tomli_w
 
 from experiments import evidence
 from pc.errors import UserError, exit_on_user_error
-from pc_recipe.files import look
+from pc_recipe.files import record
 from pc_recipe.files.atomic import write_atomically
 from pc_recipe.files.run_folder import read_state
 from pc_recipe.files.run_log import VALIDATION
-from pc_recipe.runs.sweep.points import read_json_lines
 from pc_recipe.runs.sweep.spec import SWEEPS
 
 FOLDER = Path("experiments/initialisation")
@@ -201,7 +200,7 @@ def _missing(losses: Losses, runs: Iterable[Run]) -> list[Run]:
 def read_losses() -> Losses:
     """Those of the collected rows."""
     losses: Losses = {}
-    for row in read_json_lines(FOLDER / "runs.jsonl") if look.is_file(FOLDER / "runs.jsonl") else []:
+    for row in record.read(FOLDER / "runs.jsonl", dict[str, Any]) or []:
         config = row["resolved"]
         final = [line[VALIDATION] for line in row["log"] if line.get(VALIDATION) is not None]
         key = row["study"], row["variant"], config["optimizer"]["lr"], config["debug"]["seed"]
@@ -231,7 +230,7 @@ def start(run: Run) -> subprocess.Popen:
 
 @exit_on_user_error
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("number", type=int, help="runs at a time; 0: only collect")
     number = parser.parse_args().number
     os.environ["OMP_NUM_THREADS"] = "1"

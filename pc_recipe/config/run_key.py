@@ -16,6 +16,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import TypedDict
+
 from pc.blocks import BLOCK_GROUPS
 from pc.maps import resolve
 from pc_recipe.config.model_sizes import sizes_of
@@ -23,8 +25,9 @@ from pc_recipe.config.pc_section import PC
 from pc_recipe.config.rank_batches import RankBatches
 from pc_recipe.config.schema import Config
 from pc_recipe.config.sections import METHOD, RESULT, keys_of
-from pc_recipe.files import look
+from pc_recipe.files import look, record
 from pc_recipe.files.atomic import sha256_of
+from pc_recipe.files.record import Malformed
 from pc_recipe.files.run_folder import CHECKSUMS
 
 BATCH = "training.global_batch_size"
@@ -100,15 +103,21 @@ def code_version() -> dict[str, str]:
     return {"torch": version("torch"), "torchtitan": version("torchtitan"), "files": digest.hexdigest()}
 
 
+class _Checksums(TypedDict, total=False):
+    """What is read of a manifest.json."""
+
+    configuration_sha256: str
+    content_sha256: str
+
+
 def data_checksums(config: Config) -> dict[str, str]:
     """{key: checksum} of what can be read: the data (`Manifest.identity`), files of `[experiment]`, and the checkpoint that
     a new run starts from."""
     checksums = {}
     for key, folders in (("path", config.data.folders), ("validation_path", config.data.validation_folders)):
-        texts = [look.read(Path(folder, "manifest.json")) or b"" for folder in folders]
-        # a damaged manifest is reported when the data are opened
-        with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            manifests = [json.loads(text) for text in texts]
+        # a missing or damaged manifest is reported when the data are opened
+        with contextlib.suppress(Malformed, KeyError):
+            manifests = [record.read(Path(folder, "manifest.json"), _Checksums) or {} for folder in folders]
             identities = (m.get("configuration_sha256") or m["content_sha256"] for m in manifests)
             checksums[f"content of data.{key}"] = ", ".join(identities)
     arm, options = config.experiment.arm.partition(":")[0], config.experiment.options

@@ -2,7 +2,6 @@
 
 import math
 import sys
-import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,11 +11,10 @@ from torch import Tensor
 from torchtitan.models.llama3.model.model import Transformer
 
 from pc import attach, named_weights
-from pc.errors import UserError
 from pc_recipe.config import Config
 from pc_recipe.config.inheritance import validated
 from pc_recipe.config.pc_section import PC
-from pc_recipe.files import look
+from pc_recipe.files import record
 from pc_recipe.files.run_folder import find_newest_checkpoint
 from pc_recipe.train import fingerprint
 from pc_recipe.train.checkpoint_folder import CheckpointFolder
@@ -79,10 +77,7 @@ def load(path: str | Path) -> RunCheckpoint:
 def _read_run_config(checkpoint: Path) -> tuple[dict[str, Any], Config]:
     """config.toml, and those of its keys that say what the weights are; others may be of an older version."""
     path = checkpoint.parent.parent / "config.toml"
-    try:
-        config = tomllib.loads((look.read(path) or b"").decode())
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: not the configuration of a run ({str(error).splitlines()[0]})") from None
+    config = record.read(path, record.Tables) or {}
     read: dict[str, Any] = {name: config[name] for name in ("model", "training", "pc") if name in config}
     if isinstance(training := read.get("training"), dict):
         read["training"] = {key: value for key, value in training.items() if key == "seq_len"}

@@ -11,13 +11,16 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated, Any
 
 import torch
+from pydantic import ConfigDict, Field
+from typing_extensions import NotRequired, TypedDict
 
 from pc.errors import UserError
 from pc_recipe.evaluate import hugging_face, tables, tasks
 from pc_recipe.evaluate.log_likelihoods import LogLikelihoods
-from pc_recipe.files import look
+from pc_recipe.files import look, record
 from pc_recipe.files.atomic import sha256_of, write_atomically
 from pc_recipe.files.inside import require_plain
 from pc_recipe.files.run_folder import CHECKSUMS, INDEX, parse_model
@@ -25,6 +28,35 @@ from pc_recipe.train.environment import read_commit
 
 _OF_A_MODEL = (".safetensors", ".json", ".distcp", ".model", ".txt")  # endings: weights, settings, tokenizers
 _VERSIONED = ("lm_eval", "transformers", "tokenizers", "datasets", "torch")
+
+
+_OfItems = Annotated[str, Field(pattern="^[01]*$")]
+
+
+class _TaskScores(TypedDict):
+    """`tasks.score`, and what it was scored on."""
+
+    __pydantic_config__ = ConfigDict(extra="allow", allow_inf_nan=False)  # type: ignore[misc]
+    data: str
+    items: int
+    variant: NotRequired[str]
+    acc: NotRequired[float]
+    acc_norm: NotRequired[float]
+    acc_stderr: NotRequired[float | None]
+    acc_norm_stderr: NotRequired[float | None]
+    acc_of_items: NotRequired[_OfItems]
+    acc_norm_of_items: NotRequired[_OfItems]
+
+
+class _Scores(TypedDict):
+    """A file of results."""
+
+    name: str
+    model: str
+    model_sha256: str
+    limit: int | None
+    versions: dict[str, str]
+    tasks: dict[str, _TaskScores]
 
 
 def score(
@@ -47,7 +79,7 @@ def score(
     names = list(dict.fromkeys(names))
     tasks.require_known(names)
     require_plain(Path(output))
-    sets = {task: sha256_of(tasks.data_file(task, data)) if data else "hub" for task in names}
+    sets = {task: sha256_of(tasks.data_file(task, data)) if data else tasks.hub_set(task) for task in names}
     suffix = f".limit-{limit}" if limit else ""
     files = {}
     for name, path in map(parse_model, models):
@@ -57,21 +89,21 @@ def score(
             raise UserError(f"two models are called {slug!r}; give names: NAME=PATH")
         require_plain(path)
         files[file] = name, path
-    for file, (name, path) in files.items():
-        _score_model(name, path, file, sets, data, limit, batch_size)
-    table, *_ = tables.write([json.loads(file.read_text()) for file in files], names, Path(output) / f"table{suffix}")
+        record.read(file, _Scores)  # raises before anything is scored
+    results = [_score_model(*model, file, sets, data, limit, batch_size) for file, model in files.items()]
+    table, *_ = tables.write(results, names, Path(output) / f"table{suffix}")
     return [*files, table]
 
 
 def _score_model(
     name: str, path: Path, file: Path, sets: dict[str, str], data: str | Path | None, limit: int | None, batch_size: int
-) -> None:
-    """Score the tasks that `file` does not have yet; sets: {task: hash of its data}."""
+) -> dict[str, Any]:
+    """Score the tasks that `file` does not have yet; returns all that it has then. sets: {task: hash of its data}."""
     versions = {package: importlib.metadata.version(package) for package in _VERSIONED}
     conditions = {"model_sha256": _sha256_of_model(path), "limit": limit, "versions": versions}
-    saved = json.loads(look.read(file) or b"{}")
-    scored = saved["tasks"] if all(saved.get(key) == value for key, value in conditions.items()) else {}
-    missing = [task for task in sets if scored.get(task, {}).get("data") != sets[task]]
+    saved = record.read(file, _Scores)
+    scored = saved["tasks"] if saved and saved | conditions == saved else {}
+    missing = [task for task in sets if not _has_score(scored.get(task, {}), task, sets[task])]
     results = {"name": name, "model": str(path)} | conditions | {"tasks": scored}
     if len(missing) < len(sets):
         _print_progress(f"{name}: {len(sets) - len(missing)} of {len(sets)} tasks are already scored")
@@ -86,6 +118,11 @@ def _score_model(
             "batch_size": batch_size,
         }
         write_atomically(file, json.dumps(results, indent=2) + "\n")
+    return results
+
+
+def _has_score(scores: dict[str, Any], task: str, data: str) -> bool:
+    return scores.get("data") == data and {tasks.METRICS[task], f"{tasks.METRICS[task]}_stderr"} <= scores.keys()
 
 
 def _load(path: Path, batch_size: int) -> LogLikelihoods:

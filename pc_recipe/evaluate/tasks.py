@@ -49,6 +49,14 @@ def data_file(name: str, data: str | Path) -> Path:
     return path
 
 
+def hub_set(name: str) -> str:
+    """ "hub"; raises a `UserError` if here is a folder with the name of the task's set, which `datasets` would take first."""
+    named = _manager(name).task_index[name].cfg["dataset_path"]
+    if look.is_there(named):
+        raise UserError(f"{named} is also a folder here: go to another one to score the Hub's {named}, or give --data")
+    return "hub"
+
+
 def variant_of(name: str, data: str | Path | None) -> str:
     """The text variant of a task; "" if it is lm-eval's own.
 
@@ -57,6 +65,11 @@ def variant_of(name: str, data: str | Path | None) -> str:
     if name != "lambada_openai" or data is None:
         return ""
     return "" if "\\n" in data_file(name, data).read_text() else "text without line breaks"
+
+
+def _manager(name: str) -> TaskManager:
+    """lm-eval's, of the task's folder only: reading its thousands of task files takes ten seconds."""
+    return TaskManager(include_path=str(files("lm_eval.tasks").joinpath(_TASKS[name][2])), include_defaults=False)
 
 
 def load(name: str, data: str | Path | None) -> TaskDict:
@@ -78,11 +91,9 @@ def load(name: str, data: str | Path | None) -> TaskDict:
             return {"test": Dataset.from_list([json.loads(line) for line in file.read_bytes().splitlines()])}
 
         settings |= {"custom_dataset": read, "test_split": "test", "training_split": None, "validation_split": None}
-    # Only its folder: reading lm-eval's thousands of task files takes ten seconds.
-    manager = TaskManager(include_path=str(files("lm_eval.tasks").joinpath(_TASKS[name][2])), include_defaults=False)
     try:
         # lm-eval changes a task's settings only for the members of a group
-        task = manager.load({"group": f"{name} zero-shot", "task": [settings]})["tasks"][name]
+        task = _manager(name).load({"group": f"{name} zero-shot", "task": [settings]})["tasks"][name]
     except Exception as error:  # of the Hub, of `datasets`, or of lm-eval's templates on the first item
         reason = f"{type(error).__name__}: {' '.join(str(error.__cause__ or error).split())[:200]}"
         message = f"task {name} cannot be loaded from the Hub ({reason}); fetch the sets and pass --data"

@@ -2,18 +2,18 @@
 
 import json
 import re
-import tomllib
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict
 from typing_extensions import TypedDict
 
 from pc.errors import UserError
-from pc_recipe.files import look
+from pc_recipe.files import look, record
 from pc_recipe.files.atomic import write_atomically
 from pc_recipe.files.lock import is_locked
+from pc_recipe.files.record import Malformed, Tables
 from pc_recipe.files.run_log import find_last_step
 
 INDEX = ".metadata"
@@ -26,7 +26,7 @@ _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
 """Matches the whole name of a checkpoint's folder: nothing with another name is used as one, or deleted."""
 _DAMAGED = re.compile(r"step-([0-9]+)(\.damaged)+")
 _PURGED = re.compile(r"step-[0-9]+\.purged")
-_EARLIER = re.compile(r"config\.[0-9].*\.toml")
+_EARLIER = re.compile(r"config\.[1-9][0-9]*\.toml")
 State = Literal["waiting", "running", "interrupted", "stopped", "finished", "failed", "diverged"]
 
 
@@ -51,18 +51,12 @@ class _Environment(TypedDict, total=False):
     earlier: list["_Environment"]
 
 
-_STATE, _ENVIRONMENT = TypeAdapter(RunState), TypeAdapter(_Environment)
-
-
 def read_state(folder: Path) -> RunState:
     """The state in status.json; "interrupted" if it is "running", or damaged, and no process holds the lock."""
     file, locked = folder / _STATUS, is_locked(folder)
-    content = look.read(file)
-    if content is None:
-        return RunState("running" if locked else "waiting", 0, 0, "")
     try:
-        state = _STATE.validate_json(content)
-    except ValidationError:
+        state = record.read(file, RunState) or RunState("running" if locked else "waiting", 0, 0)
+    except Malformed:
         state = RunState("running", 0, 0, f"{file} cannot be read")
     return replace(state, state="interrupted") if state.state == "running" and not locked else state
 
@@ -89,22 +83,27 @@ def list_runs(folder: Path) -> list[Path]:
 
 def list_configs(run: Path) -> list[Path]:
     """config.toml, then config.1.toml and so on: the different configs of earlier parts of the run."""
-    return [run / "config.toml", *(run / name for name in look.names(run) if _EARLIER.fullmatch(name))]
+    earlier = [run / name for name in look.names(run) if _EARLIER.fullmatch(name)]
+    return [run / "config.toml", *sorted(earlier, key=_number_of)]
+
+
+def _number_of(earlier: Path) -> int:
+    return int(earlier.suffixes[0][1:])
 
 
 def read_first_config(run: Path) -> dict[str, Any]:
     """The configuration with which a run began; empty if it cannot be read."""
     try:
-        return tomllib.loads((look.read(list_configs(run)[:2][-1]) or b"").decode())
-    except (ValueError, RecursionError):
+        return record.read(list_configs(run)[:2][-1], Tables) or {}
+    except Malformed:
         return {}
 
 
 def read_environment(run: Path) -> dict[str, Any]:
     """What environment.json says of a run's machine, code and data; empty if it is missing or damaged."""
     try:
-        return dict(_ENVIRONMENT.validate_json(look.read(run / "environment.json") or b"{}"))
-    except ValidationError:
+        return record.read(run / "environment.json", _Environment) or {}
+    except Malformed:
         return {}
 
 
@@ -121,15 +120,15 @@ def keep_earlier_config(run: Path, resolved: dict, step: int) -> None:
         for file in earlier:
             file.unlink()
     elif content := _read_other_config(current, resolved):
-        write_atomically(run / f"config.{len(earlier) + 1}.toml", content)
+        write_atomically(run / f"config.{1 + max(map(_number_of, earlier), default=0)}.toml", content)
 
 
 def _read_other_config(file: Path, resolved: dict) -> bytes | None:
     """The file's content; None if it is missing or equal to `resolved`."""
-    content = look.read(file) or b""
+    content = look.read(file)
     try:
-        return content if content and tomllib.loads(content.decode()) != resolved else None
-    except (ValueError, RecursionError):
+        return content if content and record.parse(content, file, Tables) != resolved else None
+    except Malformed:
         return content
 
 

@@ -16,13 +16,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from typing_extensions import TypedDict
+
 from pc.errors import UserError, exit_on_user_error
 from pc_recipe.config import Config, load_config, write_config
-from pc_recipe.files import look
+from pc_recipe.files import look, record
 from pc_recipe.files.atomic import write_atomically
 from pc_recipe.files.inside import inside, require_plain
 from pc_recipe.files.lock import is_locked, lock
 from pc_recipe.files.own_code import own_code
+from pc_recipe.files.record import Malformed
 from pc_recipe.files.run_folder import find_newest_step, read_state, write_failure
 from pc_recipe.plan.allocation import TRAIN_SCRIPT, Allocation
 from pc_recipe.plan.check import check_data, check_layout, check_on_ranks, check_settings, estimate_hours, has_finished
@@ -176,14 +179,22 @@ def requeue_or_end(run: Run, returncode: int) -> int:
     return MISTAKE if is_mistake else 1
 
 
+class _Attempts(TypedDict):
+    """attempts.json"""
+
+    job: str
+    step: int
+    attempts: int
+
+
 def _count_attempt(run: Run) -> int:
     """Attempts of this job since the newest checkpoint, including this one."""
     file = run.folder / "attempts.json"
     now = {"job": _read_job(), "step": find_newest_step(run.folder)}
-    attempts, text = 1, look.read(file) or b"{}"
-    with contextlib.suppress(ValueError, LookupError, TypeError):  # damaged, or none
-        before = json.loads(text)
-        attempts += before["attempts"] if before | now == before else 0
+    attempts = 1
+    with contextlib.suppress(Malformed):
+        before = record.read(file, _Attempts)
+        attempts += before["attempts"] if before and before | now == before else 0
     write_atomically(file, json.dumps(now | {"attempts": attempts}) + "\n")
     return attempts
 

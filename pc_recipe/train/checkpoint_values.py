@@ -15,7 +15,9 @@ Count = Annotated[int, Field(strict=True, ge=0, le=2**50)]
 Line = Annotated[str, StringConstraints(pattern=r"^[^\r\n]*$")]
 
 
-class _Tokenizer(TypedDict):
+class SavedTokenizer(TypedDict):
+    """What a checkpoint or an export says of its tokenizer."""
+
     name: Line
     sha256: Line
 
@@ -27,7 +29,7 @@ class Fingerprint(BaseModel, strict=True, protected_namespaces=()):
     """Settings that it leaves out have their defaults."""
     model: dict[Line, int | float] = {}
     """Sizes; older versions named few."""
-    tokenizer: _Tokenizer | None = None
+    tokenizer: SavedTokenizer | None = None
 
     @model_validator(mode="before")
     @classmethod

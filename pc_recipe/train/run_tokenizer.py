@@ -4,21 +4,22 @@ Weights load silently with another tokenizer of the same size, and are then wort
 wherever weights and a tokenizer meet: at a start, a resume, an export, when text is scored or generated.
 """
 
-import json
-import tomllib
 from contextlib import suppress
 from pathlib import Path
 
 from torchtitan.tools.logging import logger
+from typing_extensions import TypedDict
 
 from pc.errors import UserError
 from pc_recipe.config.schema import Data
 from pc_recipe.data.manifest import Manifest
 from pc_recipe.data.tokenizer_formats import FILE
 from pc_recipe.data.tokenizers import SENTENCEPIECE, Tokenizer, load_tokenizer
-from pc_recipe.files import look
+from pc_recipe.files import look, record
+from pc_recipe.files.record import Malformed, Tables
 from pc_recipe.files.run_folder import read_environment
 from pc_recipe.train.checkpoint_folder import CheckpointFolder
+from pc_recipe.train.checkpoint_values import SavedTokenizer
 from pc_recipe.train.fingerprint import read_tokenizer
 
 FOLDER = "tokenizer"
@@ -69,9 +70,9 @@ def of_run(checkpoint: CheckpointFolder, given: str | None = None) -> Tokenizer:
 def data_folders(run: Path) -> list[Path]:
     """The folders that a run was trained on; raises a `UserError` if its config does not name them."""
     try:
-        section = tomllib.loads((look.read(run / "config.toml") or b"").decode()).get("data", {})
+        section = (record.read(run / "config.toml", Tables) or {}).get("data", {})
         return [Path(folder) for folder in Data(path=section.get("path", Data().path)).folders]
-    except (ValueError, AttributeError, RecursionError) as error:
+    except ValueError as error:
         raise UserError(f"{run}/config.toml: does not say which data it trained on ({error})".splitlines()[0]) from None
 
 
@@ -120,11 +121,17 @@ def require_for_start(start: CheckpointFolder | Path, manifest: Manifest) -> Non
     require_equal(names, own, f"{where} belongs to", f"{manifest.folder} was made with")
 
 
+class _ExportedConfig(TypedDict):
+    """What the config.json of an export has beside the model's keys."""
+
+    tokenizer: SavedTokenizer
+
+
 def exported_names(folder: Path) -> Names | None:
     """What the config.json of an export says of its tokenizer; None for another folder."""
-    with suppress(ValueError, TypeError, KeyError, RecursionError):
-        names = json.loads(look.read(folder / "config.json") or b"{}")["tokenizer"]
-        return {key: names[key] for key in ("name", "sha256")}
+    with suppress(Malformed):
+        config = record.read(folder / "config.json", _ExportedConfig)
+        return config and config["tokenizer"]
     return None
 
 

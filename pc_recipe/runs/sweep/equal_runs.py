@@ -9,7 +9,6 @@ run is a link to the folder of the trained one.
 import contextlib
 import itertools
 import os
-import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +17,7 @@ from pc.errors import UserError
 from pc_recipe.config import Config
 from pc_recipe.config.inheritance import validated
 from pc_recipe.config.run_key import BATCH, START, code_version, differing_keys, result_key
-from pc_recipe.files import look, run_folder
+from pc_recipe.files import look, record, run_folder
 from pc_recipe.runs.run import Run
 from pc_recipe.runs.sweep.spec import SWEEPS, Sweep
 
@@ -31,15 +30,14 @@ ORDER = ("finished", "running", "diverged", "stopped", "interrupted", "failed", 
 
 def read_result_key(folder: Path) -> dict[str, Any] | None:
     """The result key of a folder's run; None if there is no run, or its record is damaged or has changed settings."""
-    texts, read = [look.read(file) for file in run_folder.list_configs(folder)], run_folder.read_parts(folder)
-    if None in texts:
-        return None
+    parts = [(part.get("world_size"), part.get("data")) for part in run_folder.read_parts(folder)]
     try:
-        parts = [(part.get("world_size"), part.get("data")) for part in read]
-        configs = [tomllib.loads((text or b"").decode()) for text in texts]
+        configs = [record.read(file, record.Tables) for file in run_folder.list_configs(folder)]
+        if None in configs:
+            return None
         known = [validated(config, Config, "", extra="ignore") for config in configs]
         first, *others = [result_key(config, *part) for config, part in itertools.product(known, parts)]
-    except (ValueError, AttributeError, TypeError, RecursionError):  # a UserError is a ValueError
+    except UserError:
         return None
     return None if any(other != first for other in others) else first
 

@@ -1,6 +1,5 @@
 """Final validation losses as points: learning-rate grids and ablations, from a sweep's results."""
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -8,13 +7,28 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from pydantic import ConfigDict
+from typing_extensions import Required, TypedDict
 
 from pc.errors import UserError
-from pc_recipe.files import look
+from pc_recipe.config.sections import Text
+from pc_recipe.files import record
 from pc_recipe.files.plots import save, subplots
 from pc_recipe.files.run_folder import list_runs, read_state
 from pc_recipe.files.run_log import VALIDATION, RunLog, unique_names
 from pc_recipe.runs.sweep.spec import label
+
+
+class _Result(TypedDict, total=False):
+    """A line of results.jsonl; the keys that are not required are missing in older ones."""
+
+    __pydantic_config__ = ConfigDict(extra="allow", allow_inf_nan=False)  # type: ignore[misc]
+    config: Required[Text]
+    settings: Required[dict[str, Any]]
+    name: Text
+    state: str
+    validation_loss: float | None
+    spikes: int | None
 
 
 def read_results(folder: Path) -> list[dict]:
@@ -26,22 +40,12 @@ def read_results(folder: Path) -> list[dict]:
         UserError: the file is missing, has other content, or is older than a run in its folder.
     """
     file = folder / "results.jsonl"
-    if not look.is_file(file):
+    results = record.read(file, _Result)
+    if results is None:
         raise UserError(f"{file}: no such file; scripts/sweep.py select writes it into the sweep's folder")
-    results = read_json_lines(file)
     states = {(folder / result.get("name", "")).resolve(): result.get("state", "finished") for result in results}
     _require_up_to_date(file, states)
     return results
-
-
-def read_json_lines(file: Path) -> list[dict]:
-    """The objects in a file, one in each line."""
-    try:
-        return [json.loads(line) for line in file.read_text().splitlines() if line.strip()]
-    except ValueError as error:
-        raise UserError(
-            f"{file}: should have a JSON object in each line, as results of sweeps and evidence do"
-        ) from error
 
 
 def _require_up_to_date(file: Path, known: dict[Path, str]) -> None:

@@ -109,3 +109,33 @@ def test_mistakes(pc_export, evaluation_data, tmp_path):
     ]:
         with pytest.raises(UserError, match=message):
             run(models, tmp_path / "out", evaluation_data, **settings)
+
+
+@pytest.mark.parametrize("content", ["[]", "null", "{", "\0" * 40, "{}", '{"tasks": []}'])
+def test_results_of_another_form_are_a_line_before_anything_is_scored(
+    pc_export, evaluation_data, tmp_path, loads, content
+):
+    (tmp_path / "second.json").write_text(content)
+    with pytest.raises(UserError, match=r"second.json: damaged, or of another form"):
+        run([f"first={pc_export}", f"second={pc_export}"], tmp_path, evaluation_data)
+    assert not loads and (tmp_path / "second.json").read_text() == content
+
+
+@pytest.mark.parametrize("missing", ["acc", "acc_stderr"])
+def test_a_task_without_its_score_is_scored_anew(pc_export, evaluation_data, tmp_path, missing):
+    (file, _) = run([str(pc_export)], tmp_path, evaluation_data, names=["piqa"])
+    whole, cut = read(file), read(file)
+    del cut["tasks"]["piqa"][missing]
+    file.write_text(json.dumps(cut))
+    run([str(pc_export)], tmp_path, evaluation_data, names=["piqa"])
+    assert read(file) == whole
+
+
+def test_a_folder_with_the_name_of_a_set_is_not_scored_as_the_hubs(pc_export, tmp_path, monkeypatch, loads):
+    monkeypatch.chdir(tmp_path)
+    for name in tasks.PAPERS:
+        assert tasks.hub_set(name) == "hub"
+    (tmp_path / "baber" / "piqa").mkdir(parents=True)
+    with pytest.raises(UserError, match="baber/piqa is also a folder here"):
+        run([str(pc_export)], tmp_path / "out", None)
+    assert not loads

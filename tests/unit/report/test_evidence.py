@@ -232,7 +232,7 @@ def test_results_that_are_older_than_a_run_are_refused(tmp_path):
     with pytest.raises(UserError, match="results.jsonl is older than False-0.002/seed-1, which has finished"):
         evidence.collect([sweep], "study", tmp_path / "kept")
     (sweep / "results.jsonl").write_text("a = 1\n")
-    with pytest.raises(UserError, match="results.jsonl: should have a JSON object in each line"):
+    with pytest.raises(UserError, match="results.jsonl: damaged, or of another form"):
         read_results(sweep)
 
 
