@@ -30,7 +30,7 @@ model = AutoModelForCausalLM.from_pretrained("path/to/this/folder")
 ```
 
 ```bash
-lm_eval run --model hf --model_args pretrained=path/to/this/folder --tasks hellaswag,arc_easy
+lm_eval run --model hf --model_args pretrained=path/to/this/folder,softmax_dtype=float32 --tasks hellaswag,arc_easy
 ```
 
 It is a base model for research: neither tuned to follow instructions nor filtered for safety.

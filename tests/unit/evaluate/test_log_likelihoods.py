@@ -1,5 +1,7 @@
 """A run's checkpoint gets the log-likelihoods that lm-eval's own class gets from its export."""
 
+import re
+
 import lm_eval
 import pytest
 import torch
@@ -8,6 +10,7 @@ from lm_eval.models.huggingface import HFLM
 from tokenizers import processors
 from transformers import AutoTokenizer
 
+from helpers.tiny import ROOT
 from pc_recipe.evaluate import hugging_face, tasks
 from pc_recipe.evaluate.generate import continue_text
 from pc_recipe.evaluate.log_likelihoods import LogLikelihoods
@@ -45,6 +48,20 @@ def test_answers_of_the_nine_tasks(ours, theirs, plain_run, evaluation_data):
     other = LogLikelihoods(*hugging_face.load(plain_run.checkpoint), batch_size=5)
     different = answers(other, evaluation_data, names=["openbookqa"])
     assert max(abs(different[key][0] - expected[key][0]) for key in different) > 0.01
+
+
+def test_the_documented_command_gives_the_same_for_bfloat16(pc_run, tmp_path, evaluation_data):
+    """Without softmax_dtype lm-eval's log-likelihoods are multiples of 0.25 there, so many answers tie."""
+    export = hugging_face.export(pc_run.checkpoint, tmp_path / "out", dtype="bfloat16")
+    pages = (ROOT / "docs" / "evaluation.md").read_text(), (export / "README.md").read_text()
+    [documented], [of_card] = (
+        re.findall(r"lm_eval run --model hf --model_args pretrained=[\w/]+(\S*)", page) for page in pages
+    )
+    assert documented == of_card
+    found = answers(LogLikelihoods(*hugging_face.load(export), batch_size=8), evaluation_data, ["openbookqa"])
+    for options, equal in ((documented, True), ("", False)):
+        theirs = HFLM.create_from_arg_string(f"pretrained={export}{options}", {"batch_size": 8, "device": "cpu"})
+        assert (answers(theirs, evaluation_data, ["openbookqa"]) == found) == equal
 
 
 @pytest.mark.parametrize("context", ["", "a context"])
