@@ -5,8 +5,8 @@ python -m experiments.batched SWEEP.toml... --output FOLDER [--seconds 500]
 
 Every weight is [S, out, in] for the S runs of a sweep, every product one batched matmul. The runs' losses are added, so each
 gets its own gradient; clipping and rates are by run. Initial weights, batches, schedule and PC are the recipe's, and so are the
-losses, up to rounding; on a GPU matmuls of the model are in TF32. The runs may differ in seed, rate, `init_factors` and
-`lr_factors`, and in whether PC is on; the optimizer is AdamW.
+losses, up to rounding: `training.mixed_precision_param` is autocast's type, and with float32 a GPU's matmuls are in TF32. The runs
+may differ in seed, rate, `init_factors` and `lr_factors`, and in whether PC is on; the optimizer is AdamW.
 
 FOLDER/NAME.jsonl has the rows of NAME.toml, as in the runs.jsonl of experiments; until the runs' end they are in
 FOLDER/NAME.partial.jsonl, written after each validation.
@@ -16,7 +16,8 @@ import argparse
 import json
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 
@@ -28,7 +29,7 @@ from torchtitan.models.llama3.model.model import apply_rotary_emb
 from experiments.evidence import CONDITION
 from pc.blocks import block_of, matches
 from pc.errors import UserError, exit_on_user_error
-from pc.method import method_of
+from pc.method import Method, method_of
 from pc.spectral import initial_vectors, modified_condition_number, singular_values
 from pc_recipe.config import Config
 from pc_recipe.config.command_line import at_least_one
@@ -97,112 +98,127 @@ def losses(weights: Weights, tokens: Tensor, heads: int, rotation: Tensor) -> Te
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(runs, -1).mean(1)
 
 
+@dataclass
+class Group:
+    """Layers with PC whose matrices have one shape: their runs with PC are one batch for PC, one layer after another."""
+
+    method: Method
+    names: list[str]
+    u: Tensor
+    v: Tensor
+    rest: list[Tensor] = field(default_factory=list)
+    """further tensors of `Method.write`"""
+
+
 class Training:
     """The state of all runs of a sweep, after `step` steps.
 
     Args:
         configs: those with PC first.
-        names: of the layers that PC is for, with or without it.
 
     Attributes:
-        trained: W of all layers, and gammas by the layer's name.
+        flat: [S, N], all numbers that are trained; so few operations change them.
+        trained: parts of it: W of all layers, and with PC gammas [S, 1] by the layer's name.
         used: what the forward pass multiplies by: PC(W) of the runs with PC, and W.
+        layers, turned: the layers with matrices, and those of them that PC is for, with or without it.
     """
 
     def __init__(self, configs: Sequence[Config], device: torch.device) -> None:
         self.config, self.device, self.step = configs[0], device, 0
-        self.with_pc = sum(config.pc.enable for config in configs)
+        self.number, self.with_pc = len(configs), sum(config.pc.enable for config in configs)
         models = [Llama2(model_args_of(config)) for config in configs]
         for model in models:
             model.init_weights()
         self.heads, self.rotation = models[0].model_args.n_heads, models[0].freqs_cis.to(device)
-        self.trained: Weights = {
-            name: torch.stack([dict(model.named_parameters())[name].detach() for model in models]).to(device)
-            for name, _ in models[0].named_parameters()
-        }
-        self.used = {name: weight.clone().requires_grad_() for name, weight in self.trained.items()}
-        layers = [name.removesuffix(".weight") for name in self.trained]
-        self.layers = [name for name in layers if block_of(name)]
-        blocks = {name: [entry for entry in self.config.pc.blocks if matches(entry, name)] for name in self.layers}
-        self.names = [name for name in self.layers if blocks[name]]
-        self.methods = {}
-        self.vectors: dict[str, list[Tensor]] = {}
-        """u, v and what pull back can reuse"""
+        initial = [dict(model.named_parameters()) for model in models]
+        weights = {name: torch.stack([one[name].detach() for one in initial]) for name in initial[0]}
+        self.used = {name: weight.to(device, copy=True).requires_grad_() for name, weight in weights.items()}
+        self.layers = [layer for layer in (name.removesuffix(".weight") for name in weights) if block_of(layer)]
+        entries = {layer: [one for one in self.config.pc.blocks if matches(one, layer)] for layer in self.layers}
+        self.turned = [layer for layer in self.layers if entries[layer]]
+        self.groups: list[Group] = []
         if self.with_pc:
-            pc = self.config.pc.pc_config
-            self.methods = {name: method_of(pc.for_block(blocks[name][0])) for name in self.names}
-            for name in self.names:
-                self.trained[name] = torch.ones(self.with_pc, 1, device=device)  # gamma
-                vectors = initial_vectors(name, self.trained[f"{name}.weight"].shape[1:])
-                self.vectors[name] = [vector.expand(self.with_pc, -1).to(device) for vector in vectors]
-        optimizer = self.config.optimizer
-        self.means = {name: torch.zeros_like(weight) for name, weight in self.trained.items()}
-        self.squares = {name: torch.zeros_like(weight) for name, weight in self.trained.items()}
+            weights |= {layer: torch.ones(self.number, 1) for layer in self.turned}
+            self._group(
+                {layer: method_of(self.config.pc.pc_config.for_block(entries[layer][0])) for layer in self.turned}
+            )
+
+        def flat(values: Iterable[Tensor]) -> Tensor:
+            return torch.cat([value.flatten(1) for value in values], 1).to(device)
+
+        self.flat = flat(weights.values())
+        parts = self.flat.split([weight[0].numel() for weight in weights.values()], 1)
+        self.trained = {n: part.view(weight.shape) for (n, weight), part in zip(weights.items(), parts, strict=True)}
+        rates = {name: torch.tensor([_rate(config, name) for config in configs]) for name in weights}
+        self.rates = flat(rates[name].view(-1, 1).expand_as(weight.flatten(1)) for name, weight in weights.items())
         self.share = rate_factor(self.config.lr_scheduler, self.config.training.steps)
-        self.rates = {
-            name: self._by_run(weight, [_rate(c, name) for c in configs]) for name, weight in self.trained.items()
-        }
-        self.decays = {
-            name: optimizer.weight_decay * (torch.ones_like(rate) if optimizer.independent_decay else rate)
-            for name, rate in self.rates.items()
-        }
+        self.mean, self.square = torch.zeros_like(self.flat), torch.zeros_like(self.flat)
         self._write()
 
-    def _by_run(self, weight: Tensor, values: Sequence[float]) -> Tensor:
-        """[S, 1, ...], to be multiplied by a weight; of a gamma [S with PC, 1]."""
-        return torch.tensor(values[: len(weight)], device=self.device).view(-1, *[1] * (weight.dim() - 1))
+    def _group(self, methods: dict[str, Method]) -> None:
+        alike: dict[tuple, list[str]] = {}
+        for layer, method in methods.items():
+            alike.setdefault((method, *self.used[f"{layer}.weight"].shape[1:]), []).append(layer)
+        for (method, *shape), names in alike.items():
+            vectors = [initial_vectors(name, shape) for name in names]
+            u, v = (torch.cat([one.expand(self.with_pc, -1) for one in some]) for some in zip(*vectors, strict=True))
+            self.groups.append(Group(method, names, u.to(self.device), v.to(self.device)))
+
+    def _of(self, tensors: Weights, names: Iterable[str]) -> Tensor:
+        """Those of the runs with PC, as one batch."""
+        return torch.cat([tensors[name][: self.with_pc] for name in names])
+
+    def _into(self, tensors: Weights, names: Sequence[str], batch: Tensor) -> None:
+        for name, values in zip(names, batch.chunk(len(names)), strict=True):
+            tensors[name][: self.with_pc] = values
 
     @torch.no_grad()
     def _write(self) -> None:
         """`used` from `trained`."""
-        for name, weight in self.used.items():
-            weight.copy_(self.trained[name])
-        for name, method in self.methods.items():
-            raw, (u, v, *_) = self.trained[f"{name}.weight"][: self.with_pc], self.vectors[name]
-            result, u, v, _, *kept = method.write(raw, self.trained[name], u, v)
-            self.used[f"{name}.weight"][: self.with_pc] = result
-            self.vectors[name] = [u, v, *kept]
+        torch._foreach_copy_(list(self.used.values()), [self.trained[name] for name in self.used])
+        for group in self.groups:
+            weights = [f"{name}.weight" for name in group.names]
+            raw, gamma = self._of(self.trained, weights), self._of(self.trained, group.names)
+            result, group.u, group.v, _, *group.rest = group.method.write(raw, gamma, group.u, group.v)
+            self._into(self.used, weights, result)
 
     def advance(self, tokens: Tensor) -> Tensor:
         """A step on [S, B, T + 1]; the losses [S] before it."""
-        found = losses(self.used, tokens, self.heads, self.rotation)
+        dtype = getattr(torch, self.config.training.mixed_precision_param)
+        with torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32):
+            found = losses(self.used, tokens, self.heads, self.rotation)
         gradients = dict(zip(self.used, torch.autograd.grad(found.sum(), list(self.used.values())), strict=True))
         with torch.no_grad():
-            for name, method in self.methods.items():
-                raw, gradient = self.trained[f"{name}.weight"][: self.with_pc], gradients[f"{name}.weight"]
-                of_raw, gradients[name] = method.pull_back(
-                    raw, gradient[: self.with_pc], self.trained[name], *self.vectors[name]
-                )
-                gradient[: self.with_pc] = of_raw
-            self._clip(gradients)
-            self._adamw(gradients)
+            for group in self.groups:
+                weights = [f"{name}.weight" for name in group.names]
+                raw, gamma = self._of(self.trained, weights), self._of(self.trained, group.names)
+                of_used = self._of(gradients, weights)
+                of_raw, of_gamma = group.method.pull_back(raw, of_used, gamma, group.u, group.v, *group.rest)
+                self._into(gradients, weights, of_raw)
+                gradients |= {name: torch.zeros(self.number, 1, device=self.device) for name in group.names}
+                self._into(gradients, group.names, of_gamma)
+            self._adamw(torch.cat([gradients[name].flatten(1) for name in self.trained], 1))
         self._write()
         return found.detach()
 
-    def _clip(self, gradients: Weights) -> None:
-        """Each run's gradients by their norm; those of gammas are of the first runs."""
-        squares = torch.zeros(len(self.used["norm.weight"]), device=self.device)
-        for gradient in gradients.values():
-            squares[: len(gradient)] += gradient.flatten(1).square().sum(1)
-        factors = (self.config.training.max_norm / (squares.sqrt() + 1e-6)).clamp(max=1.0)
-        for gradient in gradients.values():
-            gradient.mul_(factors[: len(gradient)].view(-1, *[1] * (gradient.dim() - 1)))
-
-    def _adamw(self, gradients: Weights) -> None:
+    def _adamw(self, gradient: Tensor) -> None:
+        """torch's AdamW on [S, N], after clipping each run's gradient by its own norm."""
         optimizer, share = self.config.optimizer, self.share(self.step)
         self.step += 1
-        corrections = [1 - beta**self.step for beta in (optimizer.beta1, optimizer.beta2)]
-        for name, weight in self.trained.items():
-            mean, square, gradient = self.means[name], self.squares[name], gradients[name]
-            mean.lerp_(gradient, 1 - optimizer.beta1)
-            square.mul_(optimizer.beta2).addcmul_(gradient, gradient, value=1 - optimizer.beta2)
-            update = mean / (square.sqrt() / math.sqrt(corrections[1]) + optimizer.eps)
-            weight.mul_(1 - share * self.decays[name]).sub_(share / corrections[0] * self.rates[name] * update)
+        norm = torch.linalg.vector_norm(gradient, dim=1, keepdim=True)
+        gradient.mul_((self.config.training.max_norm / (norm + 1e-6)).clamp(max=1.0))
+        self.mean.lerp_(gradient, 1 - optimizer.beta1)
+        self.square.mul_(optimizer.beta2).addcmul_(gradient, gradient, value=1 - optimizer.beta2)
+        of_mean, of_square = (1 - beta**self.step for beta in (optimizer.beta1, optimizer.beta2))
+        divisor = self.square.sqrt().div_(math.sqrt(of_square)).add_(optimizer.eps)
+        decay = share * optimizer.weight_decay
+        self.flat.mul_(1 - decay if optimizer.independent_decay else 1 - decay * self.rates)
+        self.flat.addcmul_(self.rates, self.mean / divisor, value=-share / of_mean)
 
     @torch.no_grad()
     def validate(self) -> Tensor:
         """The final losses [S] on the recipe's fixed sequences, the same for all runs."""
-        config, runs = self.config, len(self.used["norm.weight"])
+        config, runs = self.config, self.number
         loader = GlobalOrderLoader(
             next(iter(config.data.validation_folders)),
             "validation",
@@ -228,7 +244,7 @@ class Training:
             name: modified_condition_number(singular_values(self.used[f"{name}.weight"].cpu())) for name in self.layers
         }
         of_qkv = [name for name in self.layers if block_of(name) in ("q", "k", "v")]
-        groups = dict(zip(CONDITION, (self.names, of_qkv, self.layers), strict=True))
+        groups = dict(zip(CONDITION, (self.turned, of_qkv, self.layers), strict=True))
         return {key: torch.stack([found[name] for name in group]).log().mean(0).exp() for key, group in groups.items()}
 
 
@@ -267,7 +283,6 @@ def require_alike(runs: Sequence[Run]) -> None:
     wanted = {
         "optimizer.name": "AdamW",
         "training.local_batch_size": batch,
-        "training.mixed_precision_param": "float32",
         "experiment.arm": "",
     }
     if differing := [key for key, value in wanted.items() if first[key] != value]:

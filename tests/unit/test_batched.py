@@ -54,7 +54,7 @@ def trained(configs) -> batched.Training:
 def weights_of(state: batched.Training, run: int) -> dict[str, torch.Tensor]:
     """By checkpoint name."""
     weights = {name: weight.detach()[run] for name, weight in state.used.items()}
-    for name in state.methods if run < state.with_pc else ():
+    for name in state.turned if run < state.with_pc else ():
         weights[f"{name}.weight_orig"] = state.trained[f"{name}.weight"][run]
         weights[f"{name}.weight_gamma"] = state.trained[name][run]
     return weights
