@@ -20,6 +20,7 @@ from typing_extensions import TypedDict
 
 from pc.blocks import BLOCK_GROUPS
 from pc.maps import resolve
+from pc_recipe.config.inheritance import validated
 from pc_recipe.config.model_sizes import sizes_of
 from pc_recipe.config.pc_section import PC
 from pc_recipe.config.rank_batches import RankBatches
@@ -50,6 +51,18 @@ def list_unapplied(config: Config, first: dict[str, Any]) -> list[str]:
     now, defaults = all_values(config), all_values(Config())
     began = {name: first.get(name.split(".")[0], {}).get(name.split(".")[1], defaults[name]) for name in STARTS}
     return [f"{name} = {now[name]!r}" for name in STARTS if now[name] != began[name]]
+
+
+def as_begun(config: Config, first: dict[str, Any]) -> Config:
+    """`config` with the keys that a resume cannot apply as they are in `first`: the record of what was trained."""
+    values = config.model_dump(exclude_unset=True)
+    for section, _, name in (name.partition(".") for name in STARTS):
+        values.get(section, {}).pop(name, None)
+        if name in first.get(section, {}):
+            values.setdefault(section, {})[name] = first[section][name]
+    begun = validated(values, Config, "the config.toml with which the run began")
+    begun._origin = config._origin
+    return begun
 
 
 def method_key(pc: PC) -> dict[str, Any]:

@@ -60,12 +60,15 @@ def main() -> None:
 
         def record(step: int) -> None:
             """Record in the run folder what this start trains with; warn of settings that a resumed run cannot apply."""
-            for setting in run_key.list_unapplied(config, read_first_config(folder)) if step else ():
-                logger.warning(
-                    f"{setting} has no effect: only a new run uses it, and this one continues from step {step}"
-                )
-            keep_earlier_config(folder, config.model_dump(exclude_unset=True), step)
-            write_config(config, folder / "config.toml")
+            begun = config
+            if step and (first := read_first_config(folder)):
+                for setting in run_key.list_unapplied(config, first):
+                    logger.warning(
+                        f"{setting} has no effect: only a new run uses it, and this one continues from step {step}"
+                    )
+                begun = run_key.as_begun(config, first)
+            keep_earlier_config(folder, begun.model_dump(exclude_unset=True), step)
+            write_config(begun, folder / "config.toml")
             data = Manifest.read(next(iter(config.data.folders)))
             write_environment(folder, config, dist.get_world_size(), step, run_tokenizer.describe(data))
             for path in config.data.folders | config.data.validation_folders:

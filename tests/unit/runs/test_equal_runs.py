@@ -12,7 +12,7 @@ import pytest
 from helpers.made_runs import write_run
 from pc.errors import UserError
 from pc_recipe.config import Config, load_config, write_config
-from pc_recipe.config.run_key import code_version, differing_keys, list_unapplied, result_key
+from pc_recipe.config.run_key import as_begun, code_version, differing_keys, list_unapplied, result_key
 from pc_recipe.files import run_folder
 from pc_recipe.files.errors import ReadFailed
 from pc_recipe.files.lock import is_locked, lock
@@ -108,6 +108,9 @@ def test_settings_that_a_resume_cannot_apply_are_listed(folder):
         "checkpoint.initial_load_path = 'hf'", "model.init_std = 0.5", "model.init_factors = {'o': 2.0}"
     ]  # fmt: skip
     assert list_unapplied(config, config.model_dump(exclude_unset=True)) == []
+    begun = as_begun(config, began)
+    assert list_unapplied(begun, began) == [] and begun.optimizer == config.optimizer
+    assert begun.model_dump(exclude_unset=True).get("checkpoint", {}) == {}  # the card of an export shows it
 
 
 def test_other_content_of_the_data_is_another_run(folder):
