@@ -63,23 +63,31 @@ def join(weights: Iterable[Weight], given: Iterable[Any], preconditioner: Any) -
     """
     weights = [*weights]
     optimizers, joining = find_groups(weights, given, preconditioner)  # all checked before the first is changed
+    given_names = {id(p): name for one in optimizers for group in one.param_groups for p, name in _named(group)}
+    # perhaps with a prefix, as of a compiled model
+    names = {
+        w.name: given_names.get(id(w.effective))
+        or given_names.get(id(w.orig), "").removesuffix("_orig")
+        or w.parameter_name
+        for w in weights
+    }
     for optimizer in optimizers:
         has = ids_of_parameters(optimizer)
         for group in optimizer.param_groups:
             wanted = []
-            for p in group["params"][:]:
+            for p, name in _named(group):
                 weight = next((w for w in weights if w.effective is p), None)
                 if weight is None:
-                    wanted.append(p)
+                    wanted.append((p, name))
                     continue
                 if id(weight.orig) in has:  # the optimizer was made of all parameters, after `pc.precondition`
                     continue
-                wanted.append(weight.orig)
+                wanted.append((weight.orig, f"{name}_orig"))
                 if p in optimizer.state:
                     optimizer.state[weight.orig] = optimizer.state.pop(p)
-            wanted += [weight.gamma for weight, chosen in joining if chosen is group]
-            _introduce(optimizer, group, [p for p in wanted if id(p) not in has])
-            _set_parameters(group, wanted, Parameters(wanted, preconditioner))
+            wanted += [(w.gamma, f"{names[w.name]}_gamma") for w, chosen in joining if chosen is group]
+            _introduce(optimizer, group, [(p, name) for p, name in wanted if id(p) not in has])
+            _set_parameters(group, wanted, Parameters([p for p, _ in wanted], preconditioner))
         if not hasattr(optimizer.zero_grad, "without_pc"):
             optimizer.zero_grad = _clearing(optimizer.zero_grad, weights)  # type: ignore[method-assign]
     return optimizers
@@ -91,31 +99,42 @@ def leave(weights: Iterable[Weight], optimizer: Optimizer) -> None:
     gammas = {id(w.gamma) for w in weights}
     for group in optimizer.param_groups:
         given = []
-        for p in group["params"][:]:
+        for p, name in _named(group):
             if id(p) in gammas:
                 optimizer.state.pop(p, None)
                 continue
             weight = next((w for w in weights if w.orig is p), None)
             if weight is not None and p in optimizer.state:
                 optimizer.state[weight.effective] = optimizer.state.pop(p)
-            given.append(p if weight is None else weight.effective)
-        _set_parameters(group, given, given)
+            given.append((p, name) if weight is None else (weight.effective, name.removesuffix("_orig")))
+        _set_parameters(group, given, [p for p, _ in given])
 
 
-def _introduce(optimizer: Optimizer, group: dict[str, Any], parameters: list[nn.Parameter]) -> None:
+def _named(group: dict[str, Any]) -> list[tuple[nn.Parameter, str]]:
+    """Its parameters with the names that it has for them, if it was made from `named_parameters()`."""
+    parameters = group["params"][:]
+    return [*zip(parameters, group.get("param_names") or [""] * len(parameters), strict=True)]
+
+
+def _introduce(optimizer: Optimizer, group: dict[str, Any], named: list[tuple[nn.Parameter, str]]) -> None:
     """Pass parameters that join a group to the optimizer's own `add_param_group`, which may check or prepare them.
 
     The group that this adds is removed again, because it would break existing schedulers.
     """
-    if parameters and type(optimizer).add_param_group is not Optimizer.add_param_group:
-        optimizer.add_param_group({**group, "params": parameters})
+    if named and type(optimizer).add_param_group is not Optimizer.add_param_group:
+        given = [(name, p) if "param_names" in group else p for p, name in named]
+        optimizer.add_param_group(
+            {key: value for key, value in group.items() if key != "param_names"} | {"params": given}
+        )
         optimizer.param_groups.pop()
 
 
-def _set_parameters(group: dict[str, Any], parameters: list[nn.Parameter], as_list: list[nn.Parameter]) -> None:
+def _set_parameters(group: dict[str, Any], named: list[tuple[nn.Parameter, str]], as_list: list[nn.Parameter]) -> None:
     """Set a group's parameters, as the list `as_list`; the old list gets them too, because LBFGS keeps it."""
-    group["params"][:] = parameters
+    group["params"][:] = [parameter for parameter, _ in named]
     group["params"] = as_list
+    if "param_names" in group:
+        group["param_names"] = [name for _, name in named]
 
 
 def _clearing(zero_grad: Callable, weights: list[Weight]) -> Callable:

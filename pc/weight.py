@@ -46,6 +46,11 @@ class Weight:
         self.effective: nn.Parameter = module._parameters[attribute]  # type: ignore[assignment]
         """PC(W), the sharded parameter: during a forward pass FSDP puts an unsharded one in its place in the module"""
 
+    @property
+    def parameter_name(self) -> str:
+        """Of `weight`, in the model."""
+        return f"{self.name}.weight" if self.attribute == "weight" else self.name
+
     def _key(self, added: str) -> str:
         return f"{self.attribute}_{added}"
 
