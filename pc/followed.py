@@ -209,7 +209,8 @@ def _group_for_gamma(weight: Weight, optimizers: list[Optimizer]) -> Any:
     """The parameter group that a new gamma joins.
 
     In the optimizer that holds its weight: the weight's own group if it has vectors; else the first with vectors and the
-    same learning rate; else the weight's own. Only vectors sharded as the weight is count: a group must not mix shardings.
+    same learning rate; else the first with vectors, because a group without any may be for matrices alone, as those of dion
+    and GaLore. Only vectors sharded as the weight is count: a group must not mix shardings.
 
     If that optimizer has no vectors, it may be for matrices alone: then the first group with vectors in another optimizer.
     If there is none either: the weight's own, or None if it is of Muon, AdamH or MuonH.
@@ -227,9 +228,9 @@ def _group_for_gamma(weight: Weight, optimizers: list[Optimizer]) -> Any:
     if not groups:
         of_others = (group for other in optimizers for group in other.param_groups if has_vectors(group))
         return next(of_others, None if isinstance(holder, (torch.optim.Muon, Hyperball)) else own_group)
-    if not own_group.get("use_muon"):  # some optimizers run Muon on such groups, and AdamW on the others
-        groups = [group for group in groups if _rate(group) == _rate(own_group)]
-    return own_group if has_vectors(own_group) or not groups else groups[0]
+    if has_vectors(own_group):
+        return own_group
+    return next((group for group in groups if _rate(group) == _rate(own_group)), groups[0])
 
 
 def _rate(group: dict) -> Any:

@@ -30,16 +30,24 @@ def by_part(model):
 
 def warming_up(model):
     """A schedule that was made before PC has set all rates to 0."""
-    groups = [{"params": model[1].parameters(), "lr": 1e-4}, {"params": model[0].parameters(), "lr": 1e-2}]
-    optimizer = torch.optim.SGD(groups)
+    (optimizer,) = by_part(model)
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)
     return [optimizer]
 
 
-def of_both_kinds(model):
-    """Muon for groups with `use_muon`, something else for others."""
-    groups = [{"params": model[0].parameters(), "use_muon": True}, {"params": model[1].parameters(), "lr": 1e-4}]
-    return [torch.optim.SGD(groups, lr=0.1)]
+class ByAlgorithm(torch.optim.SGD):
+    """Groups with an `algorithm` are for matrices alone, as dion's; GaLore's have a `rank`, muon-optimizer's `use_muon`."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            assert "algorithm" not in group or all(p.ndim == 2 for p in group["params"]), "only supports matrices"
+        return super().step(closure)
+
+
+def by_algorithm(model):
+    groups = [{"params": model[0].parameters(), "algorithm": "muon"}, {"params": model[1].parameters(), "lr": 1e-4}]
+    return [ByAlgorithm(groups, lr=0.1)]
 
 
 def by_kind(model):
@@ -53,13 +61,13 @@ GROUPS = {
     "that of other vectors": (normed, by_dimension, lambda name: 1),
     "without vectors that of its weight": (toy_model, by_part, lambda name: int(name[0])),
     "that with the rate of its weight": (two_normed, by_part, lambda name: int(name[0])),
-    "also in a warm-up from zero": (normed, warming_up, lambda name: 1),
+    "also in a warm-up from zero": (two_normed, warming_up, lambda name: int(name[0])),
     "of the optimizer of its weight": (
         two_normed,
         lambda model: [torch.optim.SGD(part.parameters(), lr=0.1) for part in model],
         lambda name: int(name[0]),
     ),
-    "none of Muon's": (normed, of_both_kinds, lambda name: 1),
+    "none that may be for matrices alone": (normed, by_algorithm, lambda name: 1),
     "of another optimizer, if its weight's has no vectors": (normed, by_kind, lambda name: 1),
 }
 
@@ -72,6 +80,10 @@ def test_the_group_that_a_gamma_joins(make, make_optimizers, group_of):
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     for name, weight in preconditioner.weights.items():
         assert [i for i, g in enumerate(groups) if any(p is weight.gamma for p in g["params"])] == [group_of(name)]
+    model(torch.randn(4, 7).double()).sum().backward()
+    preconditioner.pull_back()
+    for optimizer in optimizers:
+        optimizer.step()
 
 
 class Experts(nn.Module):
