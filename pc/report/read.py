@@ -235,7 +235,7 @@ def _merged(path: Path, base: Path | None) -> Tensors:
     if not base.is_dir():
         raise UserError(f"{path}: an adapter without its base model; give the base's folder by --base")
     model = _read(base, None)
-    files = _files(path, "adapter_model.*")
+    files = [file for ending in ("safetensors", "bin") for file in _files(path, f"adapter_model.{ending}")]  # as PEFT
     if not files:
         raise UserError(f"{path}: no adapter_model.safetensors in it")
     adapter = {

@@ -248,6 +248,17 @@ def test_a_tensor_of_an_adapter_that_is_not_used_is_named(kind, tmp_path):
         measured(tmp_path / "adapter", base=tmp_path / "base")
 
 
+def test_of_two_files_of_an_adapter_the_one_that_peft_reads_counts(tmp_path):
+    save_file({"layers.0.mlp.up_proj.weight": torch.ones(4, 4)}, tmp_path / "base.safetensors")
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(LORA | {"modules_to_save": ["up_proj"]}))
+    key = "base_model.model.layers.0.mlp.up_proj.weight"
+    save_file({key: 3 * torch.ones(4, 4)}, tmp_path / "adapter" / "adapter_model.safetensors")
+    torch.save({key: 2 * torch.ones(4, 4)}, tmp_path / "adapter" / "adapter_model.bin")
+    found = read(tmp_path / "adapter", base=tmp_path)
+    assert found.load("layers.0.mlp.up_proj.weight").max() == 3
+
+
 OTHERS = [
     {"use_dora": True}, {"rank_pattern": {"q_proj": 2}}, {"init_lora_weights": "pissa"}, {"init_lora_weights": "olora"},
     {"layer_replication": [[0, 1], [0, 1]]}, {"peft_type": "IA3"}, {"r": 0},
