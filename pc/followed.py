@@ -1,6 +1,6 @@
 """What optimizers hold: W in place of PC(W), and gamma."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import wraps
 from typing import Any
 
@@ -10,16 +10,35 @@ from torch.optim import Optimizer
 
 from pc.errors import UserError
 from pc.optim.hyperball import Hyperball
+from pc.shards import local
 from pc.weight import Weight
+
+CALLERS = ("accelerate.", "lightning.", "pytorch_lightning.")
+"""Packages whose wrappers of optimizers only call them."""
+MAKE_IT_LATER = (
+    "call preconditioner = pc.precondition(model) first, make it from model.parameters(), and call "
+    "preconditioner.write_pc() after each step"
+)
+"""What an optimizer needs that cannot be followed."""
 
 
 def unwrapped(optimizers: Iterable[Any]) -> list[Optimizer]:
-    """The optimizers themselves, taken out of lists and of accelerate's wrappers."""
+    """The optimizers themselves, taken out of lists and of the wrappers of accelerate and Lightning.
+
+    Raises:
+        UserError: one is no optimizer, or wraps another and may move W after its step.
+    """
     found: list[Optimizer] = []
     for optimizer in optimizers:
-        while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
-            optimizer = inner
+        while type(optimizer).__module__.startswith(CALLERS) and hasattr(optimizer, "optimizer"):
+            optimizer = optimizer.optimizer
         if isinstance(optimizer, Optimizer):
+            # a wrapper has not called the constructor, which makes these hooks, or has made them by hand
+            if isinstance(getattr(optimizer, "optimizer", None), Optimizer) or not hasattr(
+                optimizer, "_optimizer_step_post_hooks"
+            ):
+                name = type(optimizer).__name__
+                raise UserError(f"{name} wraps another optimizer and may move W after its step: {MAKE_IT_LATER}")
             found.append(optimizer)
         elif isinstance(optimizer, Iterable) and not isinstance(optimizer, (torch.Tensor, str)):
             found += unwrapped(optimizer)
@@ -166,6 +185,11 @@ def find_groups(
             getattr(g["params"], "preconditioner", preconditioner) != preconditioner for g in optimizer.param_groups
         ):
             raise UserError(f"a {type(optimizer).__name__} has a preconditioner already; use that one")
+        if _keeps_views(optimizer, weights):
+            name = type(optimizer).__name__
+            raise UserError(
+                f"{name} has made its own views of the weights, which are PC(W) now, not W: {MAKE_IT_LATER}"
+            )
     # an optimizer may be given twice, or share its groups with a wrapper
     by_id = {id(group): group for optimizer in optimizers for group in optimizer.param_groups}
     groups = [{*map(id, group["params"][:])} for group in by_id.values()]
@@ -203,6 +227,36 @@ def find_groups(
             )
         joining.append((weight, group))
     return optimizers, joining
+
+
+def _keeps_views(optimizer: Optimizer, weights: list[Weight]) -> bool:
+    """Whether anything but its groups holds a view of a weight, as blocks of it in Meta's DistributedShampoo."""
+    held = {id(weight.effective) for weight in weights}
+    # a buffer that has become the storage of W too, as ZeroRedundancyOptimizer's, is no view of PC(W) alone
+    storages = (
+        {_storage(w.effective) for w in weights} - {_storage(w.orig) for w in weights if w.orig is not None} - {0}
+    )
+    seen: set[int] = set()
+    todo = [value for key, value in vars(optimizer).items() if key not in ("param_groups", "state")]
+    while todo:
+        one = todo.pop()
+        if id(one) in seen or isinstance(one, (nn.Module, Optimizer, type)) or callable(one):
+            continue
+        seen.add(id(one))
+        if isinstance(one, torch.Tensor):
+            if id(one) not in held and _storage(one) in storages:
+                return True
+        elif isinstance(one, Mapping):
+            todo += one.values()
+        elif isinstance(one, (list, tuple, set)):
+            todo += one
+        else:
+            todo += getattr(one, "__dict__", {}).values()
+    return False
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return local(tensor).untyped_storage().data_ptr()
 
 
 def _group_for_gamma(weight: Weight, optimizers: list[Optimizer]) -> Any:

@@ -1,11 +1,95 @@
-"""What optimizers keep of their parameters besides groups and states."""
+"""Optimizers that keep more of their parameters than groups and states: they are followed, or refused with what to do."""
 
 import pytest
 import torch
+from torch.distributed.optim import PostLocalSGDOptimizer
 
 import pc
-from helpers.toy import toy_model
-from pc import PCConfig
+from helpers.toy import InGraph, Loop, adamw, require_near, require_pc, same, toy_model
+from pc import PCConfig, UserError
+
+LATER = (
+    r"call preconditioner = pc.precondition\(model\) first, make it from model.parameters\(\), and call .*write_pc\(\)"
+)
+
+
+class Blocked(torch.optim.Optimizer):
+    """Blocks are views, made once; gradients are read from the groups at each step, as in Meta's DistributedShampoo."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+        self.states = [{"blocks": Blocks(group["params"])} for group in self.param_groups]
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group, state in zip(self.param_groups, self.states, strict=True):
+            for p, blocks in zip(group["params"], state["blocks"].of_each, strict=True):
+                for block, gradient in zip(blocks, () if p.grad is None else p.grad.split(4)):
+                    block.sub_(gradient, alpha=group["lr"])
+
+
+class Blocks:
+    def __init__(self, parameters):
+        self.of_each = tuple(p.detach().split(4) for p in parameters)
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Does not call its base class, as torch_optimizer's; it moves weights through `.data` after the inner step."""
+
+    def __init__(self, optimizer):
+        self.optimizer, self.param_groups, self.steps = optimizer, optimizer.param_groups, 0
+        self.slow = [[p.detach().clone() for p in group["params"]] for group in self.param_groups]
+
+    def zero_grad(self, set_to_none=True):
+        self.optimizer.zero_grad(set_to_none)
+
+    def step(self, closure=None):
+        self.optimizer.step(closure)
+        self.steps += 1
+        for group, slow in zip(self.param_groups, self.slow, strict=self.steps % 2 == 0):
+            for p, of_p in zip(group["params"], slow, strict=True):
+                if self.steps % 2 == 0:
+                    of_p += 0.5 * (p.data - of_p)
+                    p.data.copy_(of_p)
+
+
+def lookahead(parameters):
+    return Lookahead(adamw(parameters))
+
+
+REFUSED = {
+    "own views": (Blocked, "Blocked has made its own views of the weights, which are PC"),
+    "wrapper": (lookahead, "Lookahead wraps another optimizer and may move W after its step"),
+    "averages over ranks": (
+        lambda p: PostLocalSGDOptimizer(adamw(p), None),
+        "PostLocalSGDOptimizer wraps another optimizer and may move W after its step",
+    ),
+}
+
+
+@pytest.mark.parametrize("learnable_gamma", [True, False])
+@pytest.mark.parametrize("make, said", REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_followed_is_refused(make, said, learnable_gamma):
+    model = pc.attach(toy_model(), PCConfig(learnable_gamma=learnable_gamma))
+    before = model.state_dict()
+    with pytest.raises(UserError, match=f"{said}.*{LATER}"):
+        pc.precondition(model, make(model.parameters()))
+    assert same(before, model.state_dict())
+    preconditioner = pc.precondition(model)
+    with pytest.raises(UserError, match=f"{said}.*{LATER}"):
+        preconditioner.follow(make(model.parameters()))
+
+
+@pytest.mark.parametrize("make", [Blocked, lookahead])
+def test_what_cannot_be_followed_trains_by_hand(make):
+    loop, reference = Loop(make, follow=False), InGraph(make)
+    for step in range(5):
+        for one in (loop, reference):
+            one.backward(step)
+            one.pull_back()
+            one.update()
+    require_near(loop.trained(), reference.trained())
+    require_pc(loop.preconditioner)
 
 
 class Prepared(torch.optim.AdamW):
