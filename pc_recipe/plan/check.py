@@ -231,7 +231,8 @@ def _check_steps(result: CheckResult, config: Config) -> None:
 def has_finished(config: Config) -> bool:
     """Whether the run in this config's folder has trained all its steps before."""
     folder = Path(config.job.dump_folder)
-    return read_state(folder).state == "finished" and find_newest_step(folder) == config.training.steps
+    state = read_state(folder)  # names of checkpoints alone may be wrong; some may have been moved out to go back
+    return state.state == "finished" and state.step == find_newest_step(folder) == config.training.steps
 
 
 def _check_finished(result: CheckResult, config: Config) -> None:

@@ -21,7 +21,7 @@ from pc_recipe.data.manifest import Manifest
 from pc_recipe.data.tokenizing import tokenize
 from pc_recipe.files.run_folder import write_state
 from pc_recipe.plan import installed, memory
-from pc_recipe.plan.check import check, check_settings, estimate_hours
+from pc_recipe.plan.check import check, check_settings, estimate_hours, has_finished
 from pc_recipe.runs import launch
 from pc_recipe.train.llama2 import Llama2
 from pc_recipe.train.parallelize import SAVED_OPERATIONS
@@ -182,6 +182,17 @@ def test_a_finished_run_does_not_start_with_other_settings(tmp_path, words, erro
         file.write("[training]\nsteps = 3\n[lr_scheduler]\nwarmup_steps = 1\n")
     config = load_config(tmp_path / "config.toml", [f"--job.dump_folder={tmp_path}", words])
     assert check_settings(config).errors == [error.format(tmp_path) for error in errors]
+
+
+def test_a_run_has_not_finished_by_the_name_of_a_checkpoint(tmp_path):
+    make_begun(tmp_path)
+    write_state(tmp_path, "finished", 3, 3)
+    for name, steps, finished in (("step-3", 3, True), ("step-3", 60, False), ("step-60", 60, False)):
+        config = load_config(
+            ROOT / "train_configs/debug.toml", [f"--job.dump_folder={tmp_path}", f"--training.steps={steps}"]
+        )
+        next((tmp_path / "checkpoint").iterdir()).rename(tmp_path / "checkpoint" / name)
+        assert has_finished(config) == finished
 
 
 def test_a_start_prints_the_warnings_and_passes_on_the_micro_batch(command, tiny_config, tmp_path, monkeypatch):
