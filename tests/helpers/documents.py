@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from helpers.tiny import ROOT
 
-PLACES = ("*.md", "docs/*.md", "benchmarks/*.md", "results/*/README.md", "experiments/*/README.md")
+PLACES = ("*.md", "docs/*.md", "benchmarks/*.md", "results/*/README.md", "experiments/*/README.md", "findings/*.md")
 DOCUMENTS = sorted(str(file.relative_to(ROOT)) for place in PLACES for file in ROOT.glob(place))
 _COMMIT = re.compile(r"\b(?=[0-9a-f]*\d)[0-9a-f]{7}\b")
 

@@ -10,7 +10,7 @@ from helpers.tiny import ROOT
 from pc_recipe.config.run_key import all_values
 from pc_recipe.config.schema import Config
 
-FOLDERS = "pc|scripts|tests|benchmarks|docs|examples|train_configs|results|experiments"
+FOLDERS = "pc|scripts|tests|benchmarks|docs|examples|train_configs|results|experiments|findings"
 KEYS = {"section.key", *all_values(Config())}
 TESTS = "".join(file.read_text() for file in ROOT.glob("tests/**/*.py"))
 SECTIONS = "|".join(Config.model_fields.keys() - {"pc"})
