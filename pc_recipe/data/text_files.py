@@ -22,7 +22,7 @@ from pc.errors import UserError
 HUB = "hf://"
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".lz4": "lz4", ".xz": "xz"}
 BATCH = 8
-"""documents read and encoded together: more are no faster, and a file of 0.2 MB may hold one text of 100 MB many times"""
+"""documents read and encoded together: more are no faster, and a column may hold one long text many times"""
 TEXTS = (pa.string(), pa.large_string(), pa.string_view(), pa.binary(), pa.large_binary(), pa.binary_view())
 FIRST = 100
 """records that are looked at when a job starts; in JSON lines, one of them has to have the text key"""
