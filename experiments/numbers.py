@@ -26,7 +26,6 @@ from pc_recipe.files.run_log import VALIDATION
 from pc_recipe.plan.cost import RunCost, StepCost
 
 FOLDER = Path(__file__).parent
-FOLDERS = ("conditioning", "rivals", "rivals/again", "regime", "small", "verdict")
 CONFIGS = FOLDER.parent / "train_configs"
 RESULTS = FOLDER.parent / "results"
 
@@ -204,12 +203,12 @@ def _loss(log: pd.DataFrame, experiment: Experiment, at: str) -> float:
 
 @cache
 def studies() -> dict[str, Study]:
-    """Studies by name; names of the verdict's begin with "verdict-"."""
+    """Studies by name, of all folders with rows; names of the verdict's begin with "verdict-"."""
     found = {}
-    for name in FOLDERS:
-        plan = read_preregistration(FOLDER / name)
-        for one in read_experiments(FOLDER / name):
-            found[f"verdict-{one.study}" if name == "verdict" else one.study] = Study(one, plan)
+    for folder in sorted(file.parent for file in FOLDER.glob("**/runs.jsonl")):
+        plan = read_preregistration(folder)
+        for one in read_experiments(folder):
+            found[f"verdict-{one.study}" if folder.name == "verdict" else one.study] = Study(one, plan)
     return found
 
 
@@ -246,6 +245,12 @@ def record(folder: str, row: str) -> dict:
     if look.is_file(file):
         return json.loads(file.read_text())
     return {line["name"]: line["record"] for line in read(file.with_name("measurements.jsonl"), dict)}[row]
+
+
+def table_of(folder: str) -> str:
+    """The table of results/`folder`/README.md."""
+    lines = (RESULTS / folder / "README.md").read_text().splitlines(keepends=True)
+    return "".join(line for line in lines if line.startswith("|"))
 
 
 cpu = partial(record, "2026-11-21-cpu-step")

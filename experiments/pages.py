@@ -52,6 +52,7 @@ NAMES = Names(
     power_iterations=numbers.power_iterations,
     powers=powers,
     released=numbers.released,
+    table_of=numbers.table_of,
 )
 
 
@@ -80,10 +81,11 @@ def renewed(page: str) -> str:
             text += f"{comment}\n{found}"
             continue
         pieces = map(re.escape, re.split(NUMBER, found))
-        old = re.search(rf"(?<![\w.]){NUMBER.join(pieces)}$", text)
+        tail = text[-2 * len(found) - 20 :]  # all of `text` would take long
+        old = re.search(rf"(?<![\w.]){NUMBER.join(pieces)}$", tail)
         if not old:
             raise UserError(f"{comment}: before it should stand {found}, not {text[-len(found) :]}")
-        text = text[: old.start()] + found + comment + mark["table"]
+        text = text.removesuffix(old[0]) + found + comment + mark["table"]
     return text + page[end:]
 
 

@@ -64,7 +64,7 @@ def test_a_number_without_a_mark_is_found(made):
 
 @pytest.mark.parametrize("figure", FIGURES, ids=lambda file: file.stem)
 def test_a_figure_is_as_new_as_its_rows(figure):
-    """To renew one: python -m experiments report FOLDER."""
+    """To renew one: python -m experiments report FOLDER, or experiments.summary, or experiments.verdict.dial."""
     rows = summary.rows() if figure.stem == "summary" else digest(figure.parent)
     assert Image.open(figure).text["Rows"] == rows
 
