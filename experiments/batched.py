@@ -55,7 +55,7 @@ MAY_DIFFER = {
     "model.init_factors",
     "job.dump_folder",
 }
-PROGRESS = 100  # steps between two lines
+PROGRESS, TRIED = 50, 100  # steps between two lines, and before a sweep may be given up; the first steps compile
 
 Weights = dict[str, Tensor]
 """{name in the recipe's model: [S, ...]}"""
@@ -129,6 +129,7 @@ class Training:
         models = [Llama2(model_args_of(config)) for config in configs]
         for model in models:
             model.init_weights()
+        self.losses = torch.compile(losses) if self.config.compile.enable else losses
         self.heads, self.rotation = models[0].model_args.n_heads, models[0].freqs_cis.to(device)
         initial = [dict(model.named_parameters()) for model in models]
         weights = {name: torch.stack([one[name].detach() for one in initial]) for name in initial[0]}
@@ -186,7 +187,7 @@ class Training:
         """A step on [S, B, T + 1]; the losses [S] before it."""
         dtype = getattr(torch, self.config.training.mixed_precision_param)
         with torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32):
-            found = losses(self.used, tokens, self.heads, self.rotation)
+            found = self.losses(self.used, tokens, self.heads, self.rotation)
         gradients = dict(zip(self.used, torch.autograd.grad(found.sum(), list(self.used.values())), strict=True))
         with torch.no_grad():
             for group in self.groups:
@@ -233,7 +234,7 @@ class Training:
         for inputs, labels in loader:
             rows = (labels >= 0).all(1)  # the last batch is filled up
             tokens = torch.cat([inputs["input"][rows], labels[rows, -1:]], dim=1).to(self.device)
-            total += losses(self.used, tokens.expand(runs, -1, -1), self.heads, self.rotation) * len(tokens)
+            total += self.losses(self.used, tokens.expand(runs, -1, -1), self.heads, self.rotation) * len(tokens)
             number += len(tokens)
         return total / number
 
@@ -306,28 +307,29 @@ def row(run: Run, study: str, log: list[dict], device: torch.device) -> dict:
 
 
 def train(sweep: Sweep, output: Path, end: float) -> bool:
-    """Train the runs of a sweep, and write their rows; returns whether they ended before the time `end`."""
+    """Train the runs of a sweep, and write their rows. Returns whether they ended; they are given up after `TRIED` steps if
+    the speed of the last of these says that they would not before the time `end`."""
     runs = sorted(sweep.runs, key=lambda run: not run.resolved.pc.enable)
     require_alike(runs)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.backends.cuda.matmul.fp32_precision = "tf32"  # PC sets its own
     configs = [run.resolved for run in runs]
-    config, steps = configs[0], configs[0].training.steps
-    state, data, begin = Training(configs, device), batches(configs, device), time.monotonic()
+    config, steps, name = configs[0], configs[0].training.steps, sweep.path.stem
+    state, data, times = Training(configs, device), batches(configs, device), {0: time.monotonic()}
     logs: list[list[dict]] = [[] for _ in runs]
-    partial = output / f"{sweep.path.stem}.partial.jsonl"
     for step in range(1, steps + 1):
         found = state.advance(next(data))
-        if step == 1 or is_due(step, PROGRESS, steps):
-            seconds, memory = (
-                time.monotonic() - begin,
-                torch.cuda.max_memory_allocated() if device.type == "cuda" else 0,
-            )
-            mean = found.mean().item()
-            print(
-                f"{sweep.path.stem}: step {step}/{steps}  mean loss {mean:.4f}  {seconds:.1f} s  {memory / 2**30:.1f} GiB",
-                flush=True,
-            )
+        if is_due(step, PROGRESS, steps):
+            mean = found.mean().item()  # waits for the device
+            times[step] = time.monotonic()
+            memory = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0
+            seconds = times[step] - times[0]
+            print(f"{name}: step {step}/{steps}  mean loss {mean:.4f}  {seconds:.1f} s  {memory:.1f} GiB", flush=True)
+        if step == TRIED:
+            left = (times[TRIED] - times[TRIED - PROGRESS]) / PROGRESS * (steps - step)
+            if times[step] + left > end:
+                print(f"{name}: given up, as {left:.0f} s more are too many", flush=True)
+                return False
         if is_due(step, config.validation.freq, steps):
             numbers = {VALIDATION: state.validate()}
             if is_due(step, config.diagnostics.spectra_freq, steps):
@@ -337,12 +339,10 @@ def train(sweep: Sweep, output: Path, end: float) -> bool:
                 own = {key: values[i].item() for key, values in numbers.items()}
                 finite = {key: value if math.isfinite(value) else None for key, value in own.items()}
                 log.append({"step": step, "tokens": tokens} | finite)
-            rows = [row(run, sweep.path.stem, log, device) for run, log in zip(runs, logs, strict=True)]
-            write_atomically(partial, "".join(json.dumps(one, allow_nan=False) + "\n" for one in rows))
-            if step < steps and time.monotonic() > end:
-                print(f"{sweep.path.stem}: out of time at step {step} of {steps}; {partial} has the losses so far")
-                return False
-    partial.rename(output / f"{sweep.path.stem}.jsonl")
+            rows = [row(run, name, log, device) for run, log in zip(runs, logs, strict=True)]
+            lines = "".join(json.dumps(one, allow_nan=False) + "\n" for one in rows)
+            write_atomically(output / f"{name}.partial.jsonl", lines)
+    (output / f"{name}.partial.jsonl").rename(output / f"{name}.jsonl")
     return True
 
 
@@ -351,10 +351,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("sweeps", nargs="+", metavar="SWEEP", help="TOML files of sweeps, trained one after another")
     parser.add_argument("--output", type=Path, required=True, help="the folder of the rows")
-    parser.add_argument("--seconds", type=at_least_one, help="stop at the first validation after so many seconds")
+    parser.add_argument("--seconds", type=at_least_one, help="give up a sweep that would not end in so many from now")
     arguments = parser.parse_args()
     end = time.monotonic() + (arguments.seconds or math.inf)
-    all(train(sweep, arguments.output, end) for sweep in map(load, arguments.sweeps))
+    for sweep in [load(path) for path in arguments.sweeps]:
+        train(sweep, arguments.output, end)
 
 
 if __name__ == "__main__":

@@ -97,6 +97,14 @@ def test_rows_are_those_of_an_experiment_and_one_that_diverged_harms_no_other(sw
     assert (experiment.runs.rate[experiment.runs.best] == 1e-2).all()
 
 
+def test_a_sweep_that_would_not_end_in_time_is_given_up(sweep_of, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(batched, "PROGRESS", 1)
+    monkeypatch.setattr(batched, "TRIED", 2)
+    assert not batched.train(sweep_of(), tmp_path / "rows", end=0.0)
+    assert "step 2/6" in (said := capsys.readouterr().out) and "step 3/6" not in said and "given up" in said
+    assert [file.name for file in (tmp_path / "rows").iterdir()] == ["some.partial.jsonl"]
+
+
 def test_runs_that_differ_in_more_are_refused(sweep_of):
     with pytest.raises(UserError, match="differ in optimizer.independent_decay; train them in two sweeps"):
         batched.require_alike(sweep_of(independent="true").runs)
