@@ -70,7 +70,7 @@ def add_errors(worst: dict, values: Tensor, shape: tuple[int, int], level: int, 
     exact = [x[None] for x in (size * (left * values) @ right.T, gamma, left[:, 0], right[:, 0], size * gradient)]
     given = [x.float() for x in exact]
     method = method_of(PCConfig(level=level))
-    target, *_ = method.write(*exact[:4], advance=False)
+    target, *_ = method.evaluate(*exact[:4], advance=False)
     target_gradient, _ = method.pull_back(exact[0], exact[4], *exact[1:4])
 
     def note(precision: str, what: str, value: Tensor) -> None:
@@ -81,8 +81,8 @@ def add_errors(worst: dict, values: Tensor, shape: tuple[int, int], level: int, 
         method = method_of(PCConfig(level=level, compute_dtype=precision))
         with nullcontext() if ON_GPU else EmulatedGPU():
             # without steps of power iteration, so that errors are those of the polynomial alone
-            effective, _, _, _, *kept = method.write(*given[:4], advance=False)
-            pulled_back = [method.pull_back(given[0], given[4], *given[1:4], *of)[0] for of in ((), kept)]
+            effective, _, _, _, kept = method.evaluate(*given[:4], advance=False)
+            pulled_back = [method.pull_back(given[0], given[4], *given[1:4], of)[0] for of in ((), kept)]
         inside = left.T @ (effective[0].double() - target[0]) @ right  # in the directions of W
         note(precision, "singular values", inside.diagonal().abs().max() / size)
         note(precision, "PC(W)", error(effective, target))

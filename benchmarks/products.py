@@ -26,11 +26,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+from pc.assignment import assign
 from pc.errors import UserError, exit_on_user_error
-from pc.method import Method
-from pc.owner import assign
-from pc.preconditioner import KEPT_BYTES
-from pc.spectral import initial_vectors, power_iteration
+from pc.method import Method, power_iteration
+from pc.spectral import initial_vectors
+from pc.step import KEPT_BYTES
 from pc_recipe.config import load_config
 from pc_recipe.files import markdown
 from pc_recipe.files.atomic import write_atomically
@@ -80,13 +80,13 @@ def measure(
 
         def write(method: Method) -> None:
             for weight, _, gamma, u, v in items:
-                method.write(weight, gamma, u, v)
+                method.evaluate(weight, gamma, u, v)
 
         def pull_back(method: Method, kept: list) -> None:
             for item, of_item in zip(items, kept, strict=True):
-                method.pull_back(*item, *of_item)
+                method.pull_back(*item, of_item)
 
-        kept = [method.write(weight, gamma, u, v)[4:] for weight, _, gamma, u, v in items]
+        kept = [method.evaluate(weight, gamma, u, v)[-1] for weight, _, gamma, u, v in items]
         calls = write, partial(pull_back, kept=kept), partial(pull_back, kept=[()] * len(items))
         functions |= {(part, name): partial(call, method) for part, call in zip(PARTS, calls, strict=True)}
     seconds = interleaved(functions, rounds)
@@ -112,8 +112,8 @@ def count(method: Method, shape: tuple[int, int], keeps: bool) -> tuple[list[int
     """FLOPs, operations and bytes of both passes, and the bytes that the first leaves for the second."""
     weight, gradient, gamma, u, v = inputs_of(shape, "meta")
     with FlopCounterMode(display=False) as flops, Operations() as operations:
-        kept = method.write(weight, gamma, u, v)[4:]
-        method.pull_back(weight, gradient, gamma, u, v, *(kept if keeps else ()))
+        kept = method.evaluate(weight, gamma, u, v)[-1]
+        method.pull_back(weight, gradient, gamma, u, v, kept if keeps else ())
     return [flops.get_total_flops(), operations.number, operations.bytes], sum(x.nbytes for x in kept)
 
 

@@ -13,16 +13,16 @@ modules, in the order of their imports:
 
     terminal, errors                  how commands report mistakes and print; without torch
     maps, blocks, config              what a user configures: levels and their maps, layers, `PCConfig`; without torch
-    polynomial, spectral              polynomials of matrices, power iteration, singular values
-    method.py                         PC(W) of one matrix, as an object
-    shards, owner                     functions of whole matrices on sharded weights, each on one rank
-    splits                            a stored weight as matrices, and what its owner computes once per step
+    polynomial, spectral              polynomials of matrices, singular values
+    method.py                         PC(W) of one matrix and its gradient; power iteration
+    shards, assignment, owner         functions of whole matrices on sharded weights, each on one rank
+    splits, inverse                   a stored weight as matrices; W of which a given weight is PC(W)
     weight                            a weight, with W, gamma, u and v beside it
+    guard, step, watch                a step's two passes, and when they run: read the docstring of `step` first
     model_classes, targets            how the weights of known models are split, and which weights get PC
     layer                             the paper's layer, with PC(W) in its autograd graph: the readable reference
     optim/                            Muon on owner ranks; AdamH and MuonH, which keep the norms of weights
-    followed, guard                   W in the optimizers' parameter groups; no forward pass without PC(W)
-    preconditioner                    PC(W) once per optimizer step
+    followed, preconditioner          W in the optimizers' parameter groups; what `precondition` returns
     api                               attach, precondition, preserve, merge, detach
     matrices, measure                 all matrices of a model, and how well they are conditioned
     report/                           the same for any checkpoint, as tables and a page: `python -m pc.report MODEL`

@@ -14,10 +14,10 @@ from pc import followed
 from pc.config import PCConfig
 from pc.errors import UserError
 from pc.guard import NO_PRECONDITIONER, Guard, remove_guards, run_guards
+from pc.inverse import invert, require_invertible
 from pc.owner import Plan
 from pc.preconditioner import NotForDDP, Preconditioner, preconditioners_of, reshard
 from pc.shards import local
-from pc.splits import WeightSplit
 from pc.targets import clean_name, find, require_complete
 from pc.weight import Weight, added_names, named_weights, require_precision
 
@@ -45,7 +45,8 @@ def attach(model: nn.Module, config: PCConfig = PCConfig(), **settings: Any) -> 
     require_complete(config, targets, others)
     for target in targets.values():
         target.mark()
-    Guard(NO_PRECONDITIONER).put_on(dict.fromkeys([model, *(target.module for target in targets.values())]))
+    for module in dict.fromkeys([model, *(target.module for target in targets.values())]):
+        module.register_forward_pre_hook(Guard(NO_PRECONDITIONER), prepend=True)
     return model
 
 
@@ -116,7 +117,7 @@ def _require_usable(models: list[nn.Module]) -> list[Weight]:
             )
         if weight.effective.is_meta:
             raise UserError(f"{weight.name} is on the meta device; call pc.precondition once the weights exist")
-        require_precision(weight)
+        require_precision(weight.name, weight.effective)
         if len(sharing := holders[id(weight.effective)]) > 1:
             raise UserError(
                 f"{weight.name} shares its weight: {', '.join(sharing)}; PC needs a separate one: untie it, or leave it "
@@ -147,14 +148,14 @@ def preserve(models: nn.Module | Iterable[nn.Module]) -> None:
         raise UserError("pc.preserve found no weight with PC; call pc.attach(model, pc.PCConfig(...)) first")
     for weight in weights:
         for part in weight.split.chosen:
-            part.method.require_invertible()
+            require_invertible(part.method)
         if weight.effective.is_meta:
             raise UserError(f"{weight.name} is on the meta device; call pc.preserve once the weights exist")
     for weight in weights:
         weight.start()
     inputs = [(weight.effective,) for weight in weights]
     outputs = [(weight.orig, weight.u, weight.v) for weight in weights]
-    Plan(inputs, outputs, [weight.split for weight in weights]).run(WeightSplit.invert, inputs, outputs)
+    Plan(inputs, outputs, [weight.split for weight in weights]).run(invert, inputs, outputs)
     for preconditioner in preconditioners_of(*models):
         preconditioner.note_loaded()
 

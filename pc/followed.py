@@ -1,6 +1,6 @@
 """What optimizers hold: W in place of PC(W), and gamma."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
 from typing import Any
 
@@ -9,8 +9,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from pc.errors import UserError
-from pc.optim.hyperball import Hyperball
 from pc.shards import local
+from pc.watch import Parameters, Watch
 from pc.weight import Weight
 
 CALLERS = ("accelerate.", "lightning.", "pytorch_lightning.")
@@ -52,27 +52,7 @@ def ids_of_parameters(*optimizers: Optimizer) -> set[int]:
     return {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"][:]}
 
 
-class Parameters(list):
-    """The parameters of a group. Iterating over them while there are gradients of PC(W) raises an error: code that
-    unscales, clips or measures gradients would miss those. Copies are plain lists.
-
-    Args:
-        preconditioner: its `before_walk` raises an error if there are such gradients.
-    """
-
-    def __init__(self, parameters: Iterable[nn.Parameter], preconditioner: Any) -> None:
-        super().__init__(parameters)
-        self.preconditioner = preconditioner
-
-    def __iter__(self) -> Iterator[nn.Parameter]:
-        self.preconditioner.before_walk()
-        return super().__iter__()
-
-    def __reduce_ex__(self, _):
-        return list, (self[:],)
-
-
-def join(weights: Iterable[Weight], given: Iterable[Any], preconditioner: Any) -> list[Optimizer]:
+def join(weights: Iterable[Weight], given: Iterable[Any], preconditioner: Watch) -> list[Optimizer]:
     """Put W in the place of PC(W) in the optimizers, and gamma into a group of the same optimizer.
 
     W also gets what an optimizer has stored for PC(W), such as its momentum. `zero_grad` clears gradients of PC(W) too.
@@ -93,7 +73,7 @@ def join(weights: Iterable[Weight], given: Iterable[Any], preconditioner: Any) -
     for optimizer in optimizers:
         has = ids_of_parameters(optimizer)
         for group in optimizer.param_groups:
-            wanted = []
+            wanted: list[tuple[Any, str]] = []
             for p, name in _named(group):
                 weight = next((w for w in weights if w.effective is p), None)
                 if weight is None:
@@ -181,9 +161,8 @@ def find_groups(
     """
     optimizers = unwrapped(given)
     for optimizer in optimizers:
-        if any(
-            getattr(g["params"], "preconditioner", preconditioner) != preconditioner for g in optimizer.param_groups
-        ):
+        others = {getattr(group["params"], "preconditioner", preconditioner) for group in optimizer.param_groups}
+        if others - {preconditioner}:
             raise UserError(f"a {type(optimizer).__name__} has a preconditioner already; use that one")
         if _keeps_views(optimizer, weights):
             name = type(optimizer).__name__
@@ -195,41 +174,35 @@ def find_groups(
     groups = [{*map(id, group["params"][:])} for group in by_id.values()]
     joining = []
     for weight in weights:
-        is_trained = weight.effective.requires_grad
-        # whether a group has PC(W), and whether it has W
-        holding = {(id(weight.effective) in group, id(weight.orig) in group) for group in groups}
-        is_held = any(map(any, holding))
-        if {(True, False), (False, True)} <= holding and (True, True) not in holding:
-            raise UserError(
-                f"{weight.name}: {weight.attribute} and {weight.attribute}_orig are in different parameter groups; W, "
-                f"which is {weight.attribute}_orig, replaces {weight.attribute}: put both into the group that should train W"
-            )
-        if is_trained and not is_held:
-            raise UserError(
-                f"no optimizer given to pc.precondition holds the weight of {weight.name}; create optimizers after any "
-                "sharding, and give all that train the model"
-            )
-        if not is_held or not weight.config.learnable_gamma or any(id(weight.gamma) in group for group in groups):
-            continue
-        group = _group_for_gamma(weight, optimizers)
-        if group is None and is_trained:
-            raise UserError(
-                f"no optimizer given to pc.precondition can train the gamma of {weight.name}, because Muon, AdamH and MuonH "
-                "train matrices alone; give one for vectors too, or set learnable_gamma=False"
-            )
-        if group is None:
-            continue
-        holder = next(one for one in optimizers if any(group is other for other in one.param_groups))
-        if type(holder).__name__ == "ZeroRedundancyOptimizer":  # it divided its parameters among ranks when it was made
-            raise UserError(
-                "a ZeroRedundancyOptimizer would not train parameters added later: call preconditioner = "
-                "pc.precondition(model) first, then create it from model.parameters(), then preconditioner.follow(optimizer)"
-            )
-        joining.append((weight, group))
+        has_gamma = not weight.config.learnable_gamma or any(id(weight.gamma) in group for group in groups)
+        if _is_held(weight, groups) and not has_gamma and (group := _group_for_gamma(weight, optimizers)):
+            joining.append((weight, group))
     return optimizers, joining
 
 
-def _keeps_views(optimizer: Optimizer, weights: list[Weight]) -> bool:
+def _is_held(weight: Weight, groups: list[set[int]]) -> bool:
+    """Whether PC(W) or W is in a parameter group.
+
+    Raises:
+        UserError: they are in two, or a trained weight is in none.
+    """
+    # whether a group has PC(W), and whether it has W
+    holding = {(id(weight.effective) in group, id(weight.orig) in group) for group in groups}
+    if {(True, False), (False, True)} <= holding and (True, True) not in holding:
+        raise UserError(
+            f"{weight.name}: {weight.attribute} and {weight.attribute}_orig are in different parameter groups; W, "
+            f"which is {weight.attribute}_orig, replaces {weight.attribute}: put both into the group that should train W"
+        )
+    is_held = any(map(any, holding))
+    if weight.effective.requires_grad and not is_held:
+        raise UserError(
+            f"no optimizer given to pc.precondition holds the weight of {weight.name}; create optimizers after any "
+            "sharding, and give all that train the model"
+        )
+    return is_held
+
+
+def _keeps_views(optimizer: Optimizer, weights: Iterable[Weight]) -> bool:
     """Whether anything but its groups holds a view of a weight, as blocks of it in Meta's DistributedShampoo."""
     held = {id(weight.effective) for weight in weights}
     # a buffer that has become the storage of W too, as ZeroRedundancyOptimizer's, is no view of PC(W) alone
@@ -260,7 +233,29 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _group_for_gamma(weight: Weight, optimizers: list[Optimizer]) -> Any:
-    """The parameter group that a new gamma joins.
+    """The parameter group that a new gamma joins, `_fitting_group`; None for a frozen weight without one.
+
+    Raises:
+        UserError: there is none, or it is of an optimizer that would not train a new gamma.
+    """
+    group = _fitting_group(weight, optimizers)
+    if group is None and weight.effective.requires_grad:
+        raise UserError(
+            f"no optimizer given to pc.precondition can train the gamma of {weight.name}, because Muon, AdamH and MuonH "
+            "train matrices alone; give one for vectors too, or set learnable_gamma=False"
+        )
+    for optimizer in optimizers:  # a ZeroRedundancyOptimizer divided its parameters among ranks when it was made
+        is_chosen = any(group is other for other in optimizer.param_groups)
+        if is_chosen and type(optimizer).__name__ == "ZeroRedundancyOptimizer":
+            raise UserError(
+                "a ZeroRedundancyOptimizer would not train parameters added later: call preconditioner = "
+                "pc.precondition(model) first, then create it from model.parameters(), then preconditioner.follow(optimizer)"
+            )
+    return group
+
+
+def _fitting_group(weight: Weight, optimizers: list[Optimizer]) -> Any:
+    """The parameter group that fits a gamma.
 
     In the optimizer that holds its weight: the weight's own group if it has vectors; else the first with vectors and the
     same learning rate; else the first with vectors, because a group without any may be for matrices alone, as those of dion
@@ -281,10 +276,15 @@ def _group_for_gamma(weight: Weight, optimizers: list[Optimizer]) -> Any:
     groups = [group for group in holder.param_groups if has_vectors(group)]
     if not groups:
         of_others = (group for other in optimizers for group in other.param_groups if has_vectors(group))
-        return next(of_others, None if isinstance(holder, (torch.optim.Muon, Hyperball)) else own_group)
+        return next(of_others, None if _takes_matrices_alone(holder) else own_group)
     if has_vectors(own_group):
         return own_group
     return next((group for group in groups if _rate(group) == _rate(own_group)), groups[0])
+
+
+def _takes_matrices_alone(optimizer: Optimizer) -> bool:
+    """What a class says of itself; torch's Muon says nothing."""
+    return isinstance(optimizer, torch.optim.Muon) or getattr(optimizer, "takes_matrices_alone", False)
 
 
 def _rate(group: dict) -> Any:

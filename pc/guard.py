@@ -1,6 +1,7 @@
 """A hook that keeps modules from multiplying by a weight that is not PC(W)."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from torch import nn
 
@@ -13,31 +14,24 @@ NO_PRECONDITIONER = (
 COPIED_EARLY = "this copy was made before all optimizers had stepped; call preconditioner.write_pc() before you copy"
 
 
+@dataclass(frozen=True)
 class Guard:
     """A forward pre-hook of a module whose `weight` is not PC(W) of its W, and of the modules around it. It writes PC(W),
-    or raises an error.
+    or raises an error. Register it with `prepend=True`: before FSDP's own hook, which gathers the weights."""
 
-    Args:
-        reason: why there is no PC(W), for the error.
-        write: writes PC(W). The hook of a copied module has none.
-    """
-
-    def __init__(self, reason: str, write: Callable[[], None] | None = None) -> None:
-        self._reason, self._write = reason, write
+    reason: str
+    """why there is no PC(W), for the error"""
+    write: Callable[[], None] | None = None
+    """writes PC(W); the hook of a copied module has none"""
 
     def __reduce__(self):
-        return Guard, (self._reason,)
+        return Guard, (self.reason,)
 
     def __call__(self, module: nn.Module, _) -> None:
-        if self._write is not None:
-            return self._write()
+        if self.write is not None:
+            return self.write()
         for name, _weight in named_weights(module):  # the first, if there is one
-            raise UserError(f"there is no PC(W) of {name}: {self._reason}")
-
-    def put_on(self, modules: Iterable[nn.Module]) -> None:
-        for module in modules:
-            # before FSDP's own, which gathers the weights
-            module.register_forward_pre_hook(self, prepend=True)
+            raise UserError(f"there is no PC(W) of {name}: {self.reason}")
 
 
 def run_guards(model: nn.Module) -> None:

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from pc.config import PCConfig
 from pc.errors import UserError
-from pc.method import Method, method_of
-from pc.spectral import initial_vectors, without_autocast
+from pc.method import Method, matmuls, method_of
+from pc.spectral import initial_vectors
 from pc.targets import find
 
 
@@ -34,7 +34,7 @@ def effective_weight(weight: Tensor, gamma: Tensor | None, u: Tensor, v: Tensor,
 
 
 def _evaluate(method: Method, weight: Tensor, gamma: Tensor | None, u: Tensor, v: Tensor) -> Tensor:
-    with without_autocast(weight):
+    with matmuls(weight, None):
         return method.apply(weight, gamma, u.detach().to(weight.dtype), v.detach().to(weight.dtype))
 
 
@@ -78,7 +78,7 @@ class PCLinear(nn.Linear):
         weight = self.weight
         if hasattr(weight, "full_tensor"):  # of a DTensor
             weight = weight.full_tensor()  # on every rank: this is the simple reference, not the fast way
-        with without_autocast(weight):
+        with matmuls(weight, None):
             u, v, _ = self.pc_method.advance(weight.to(self.u.dtype), self.u, self.v)
         self.u.copy_(u)
         self.v.copy_(v)

@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from functools import cache
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import Any
 
 from pc.errors import UserError
 
@@ -120,28 +120,3 @@ def reach(name: Any) -> float:
 def stages(map: Map) -> tuple[Coefficients, ...]:
     """The map as a tuple of stages: one stage for plain coefficients."""
     return map if isinstance(map[0], Sequence) else (map,)
-
-
-class Square(NamedTuple):
-    """A polynomial as `factor * root(x)^2 + linear * x + constant`."""
-
-    factor: float
-    root: Coefficients
-    linear: float
-    constant: float
-
-
-def complete_square(coefficients: Coefficients) -> Square | None:
-    """Write a polynomial of degree 4 as a `Square`; None for other degrees.
-
-    None also if the leading coefficient is small: then the terms of the square are much larger than the polynomial, and
-    cancel.
-    """
-    if len(coefficients) != 5 or not coefficients[4]:
-        return None
-    a, b, c, d, e = coefficients
-    half = d / (2 * e)
-    last = (c / e - half * half) / 2
-    square = Square(e, (last, half, 1.0), b - 2 * e * half * last, a - e * last * last)
-    size = abs(e) * sum(map(abs, square.root)) ** 2 + abs(square.linear) + abs(square.constant)
-    return square if size <= 2 * sum(map(abs, coefficients)) else None

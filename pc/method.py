@@ -1,16 +1,17 @@
-"""The paper's method: an odd polynomial g of the spectrally normalised weight.
+"""The paper's method, on batches of full matrices: an odd polynomial g of the spectrally normalised weight.
 
     s = u^T W v + epsilon                    estimate of the largest singular value
     PC(W) = gamma s.detach() g(W / s)        (algorithm 1, line 6)
 
 The gradient flows through the divisor s, but not through the factor s.detach(), which puts the norm back.
 
-`apply` is the reference. `write` and `pull_back` give the same results faster: the power iteration reuses the Gram
+`apply` is the reference. `evaluate` and `pull_back` give the same results faster: the power iteration reuses the Gram
 matrix, the gradient takes fewer matmuls (`polynomial.vjp`), and scale factors multiply the small square matrices
-instead of [n, m] ones, which saves passes over memory.
+instead of [n, m] ones, which saves passes over memory. Matrices go on to `pc.polynomial`, where each pass ends.
 """
 
-from contextlib import contextmanager
+import math
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -19,42 +20,22 @@ from torch import Tensor
 
 from pc import maps, polynomial
 from pc.config import PCConfig
-from pc.errors import UserError
-from pc.spectral import (
-    power_iteration,
-    power_iteration_by_gram,
-    second_opinion,
-    spectral_norm_estimate,
-)
 
-GRID = 10_001  # grid points on [0, 1] that bracket the roots
-TOLERANCE = 1e-6  # of g(1) = 1; an error there is a relative error of the largest singular value
-USE_AS_W = 'use them as W: skip pc.preserve, or in the recipe set pc.start = "raw"'
+# Added to the estimated spectral norm to avoid dividing by zero for a zero matrix (the value in the released code).
+EPSILON = 1e-7
 
-
-@contextmanager
-def matmul_precision(precision: str):
-    """Run a GPU's float32 matmuls as "ieee" (plain float32) or "tf32", whatever the process-wide setting is.
-
-    CPU matmuls stay float32. This changes the CUDA setting only: torch's older switch,
-    `set_float32_matmul_precision`, raises an error if the user has set the new one.
-    """
-    setting = torch.backends.cuda.matmul
-    before = setting.fp32_precision
-    setting.fp32_precision = precision
-    try:
-        yield
-    finally:
-        setting.fp32_precision = before
+SECOND_PRODUCTS = 10  # with the Gram matrix: as many as the paper's power iterations
+# The fractional parts of its multiples are spread evenly over [0, 1): hardly any direction is orthogonal to such a start.
+# Their mean must not be 0, or (1, ..., 1) would be.
+GOLDEN_RATIO = 0.6180339887498949
 
 
 class Method:
     """PC(W) = gamma s.detach() g(W / s) of one matrix, with the map g of `PCConfig.level`.
 
     u and v follow the leading singular vectors of W, once per optimizer step; they are constants for the gradient. Each
-    matrix's owner calls `write` and `pull_back` once per step (`pc.preconditioner`), with batches of independent matrices:
-    W [B, n, m], gamma [B, 1], u [B, n], v [B, m]. A `PCLinear` calls `apply`, in every forward pass, and
-    `advance` on one matrix, without B.
+    matrix's owner calls `evaluate` and `pull_back` once per step (`pc.step`), with batches of B independent matrices. A
+    `PCLinear` calls `apply`, in every forward pass, and `advance` on one matrix, without B.
 
     Args:
         config: with one level.
@@ -67,6 +48,12 @@ class Method:
         self.config = config
         self.map = config.map
         self.reach = maps.reach(config.level)
+        self._stages = maps.stages(config.map)
+        self._precision = "tf32" if config.compute_dtype == "tf32" else "ieee"
+        """of the polynomial's matmuls; everything else runs in float32"""
+
+    def __reduce__(self):
+        return method_of, (self.config,)
 
     def describe(self) -> str:
         """What defines PC(W), in a few words."""
@@ -74,8 +61,14 @@ class Method:
         said = f"coefficients {level}" if isinstance(level, tuple) else f"level {level}"
         return said + ("" if self.config.norm_recovery else ", norm 1")
 
-    def apply(self, weight: Tensor, gamma: Tensor | None, u: Tensor, v: Tensor) -> Tensor:
-        """PC(W), [..., n, m], by operations that autograd can follow: the definition. gamma None: 1."""
+    def apply(
+        self,
+        weight: Tensor,  # W [..., n, m]
+        gamma: Tensor | None,  # [..., 1]; None: 1
+        u: Tensor,  # [..., n]
+        v: Tensor,  # [..., m]
+    ) -> Tensor:
+        """PC(W), [..., n, m], by operations that autograd can follow: the definition."""
         s = spectral_norm_estimate(weight, u, v)[..., None, None]
         result = polynomial.apply(self.map, weight / s)
         scale = s.detach() if self.config.norm_recovery else None
@@ -85,38 +78,46 @@ class Method:
         return result if scale is None else result * scale
 
     def advance(self, weight: Tensor, u: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """u and v for the next optimizer step, checked by `spectral.second_opinion`, and its third result."""
+        """u and v for the next optimizer step, and the ratio of `second_start`, which has checked them."""
         u, v = power_iteration(weight, u, v, self.config.power_iterations)
-        return second_opinion(weight, polynomial.gram_matrix(weight), u, v, self.reach)
+        return second_start(weight, polynomial.gram_matrix(weight), u, v, self.reach)
 
     @torch.no_grad()
-    @matmul_precision("ieee")
-    def write(self, weight: Tensor, gamma: Tensor, u: Tensor, v: Tensor, *, advance: bool = True) -> tuple[Tensor, ...]:
-        """PC(W). u and v advance first, unless the argument `advance` is False.
-
-        Returns:
-            PC(W) [B, n, m]; the new u and v; the third result of `second_opinion` [B], 0 without `advance`; and further
-            tensors, which `pull_back` with the same W, u and v can reuse.
-        """
-        with self._polynomial_precision():
+    def evaluate(
+        self,
+        weight: Tensor,  # W [B, n, m]
+        gamma: Tensor,  # [B, 1]
+        u: Tensor,  # [B, n]
+        v: Tensor,  # [B, m]
+        *,
+        advance: bool = True,  # whether u and v advance first
+    ) -> tuple[Any, ...]:
+        """PC(W) [B, n, m]; the new u and v; the ratio of `second_start` [B], 0 without `advance`; and a list of square
+        matrices, which `pull_back` with the same W, u and v can reuse."""
+        with matmuls(weight, self._precision):
             gram = polynomial.gram_matrix(weight)
-        found = weight.new_zeros(len(weight))
-        if advance:
-            u, v = power_iteration_by_gram(weight, gram, u, v, self.config.power_iterations)
-            u, v, found = second_opinion(weight, gram, u, v, self.reach)
-        s = spectral_norm_estimate(weight, u, v)[:, None, None]
-        with self._polynomial_precision():
-            result, kept = polynomial.apply_and_keep(
-                self.map, weight, gram=gram, divisor=s, scale=self._scale(s, gamma)
-            )
-        return result, u, v, found, *kept
+        with matmuls(weight):
+            ratio = weight.new_zeros(len(weight))
+            if advance:
+                u, v = power_iteration_by_gram(weight, gram, u, v, self.config.power_iterations)
+                u, v, ratio = second_start(weight, gram, u, v, self.reach)
+            s = spectral_norm_estimate(weight, u, v)[:, None, None]
+        scale = gamma[:, :, None] * s if self.config.norm_recovery else gamma[:, :, None]
+        with matmuls(weight, self._precision):
+            result, kept = polynomial.apply_and_keep(self._stages, weight, gram=gram, divisor=s, scale=scale)
+        return result, u, v, ratio, kept
 
     @torch.no_grad()
-    @matmul_precision("ieee")
     def pull_back(
-        self, weight: Tensor, gradient: Tensor, gamma: Tensor, u: Tensor, v: Tensor, *kept: Tensor
+        self,
+        weight: Tensor,  # W [B, n, m]
+        gradient: Tensor,  # H, with respect to PC(W) [B, n, m]
+        gamma: Tensor,  # [B, 1]
+        u: Tensor,  # [B, n]
+        v: Tensor,  # [B, m]
+        kept: Any = (),  # what `evaluate` kept; without it, it is computed again
     ) -> tuple[Tensor, Tensor]:
-        """A vector-Jacobian product: from the gradient H with respect to PC(W), those with respect to W and gamma.
+        """A vector-Jacobian product: the gradients with respect to W [B, n, m] and gamma [B, 1], from H.
 
         Let N = W / s. Let r = s.detach(), or 1 without `norm_recovery`, so that PC(W) = gamma r g(N). Let dN be the gradient
         of <g(N), H> with respect to N. Then
@@ -125,76 +126,138 @@ class Method:
 
         The term with u v^T is the part through the divisor s, whose gradient with respect to W is u v^T.
         `polynomial.vjp` gives dN and both inner products.
-
-        Args:
-            gradient: H, [B, n, m].
-            kept: the further tensors of `write`; without them they are computed again.
-
-        Returns:
-            dW [B, n, m] and dgamma [B, 1].
         """
-        s = spectral_norm_estimate(weight, u, v)[:, None, None]
-        scale = self._scale(s, gamma)
-        with self._polynomial_precision():
+        with matmuls(weight):
+            s = spectral_norm_estimate(weight, u, v)[:, None, None]
+        scale = gamma[:, :, None] * s if self.config.norm_recovery else gamma[:, :, None]
+        with matmuls(weight, self._precision):
             # the products are <g(N), H> and <dN, N>
             d_weight, value_product, matrix_product = polynomial.vjp(
-                self.map, weight, gradient, divisor=s, scale=scale, kept=kept
+                self._stages, weight, gradient, divisor=s, scale=scale, kept=kept
             )
         along_s = scale / s * matrix_product[:, None, None]
         d_weight.addcmul_(along_s * u[:, :, None], v[:, None, :], value=-1.0)
         return d_weight, (s[:, :, 0] if self.config.norm_recovery else 1.0) * value_product[:, None]
-
-    @torch.no_grad()
-    def invert(self, effective: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """W = sigma_1 U diag(x) V^T for a weight with singular values t sigma_1: x is the smallest root of g(x) = t,
-        and 1 for the largest. Then u^T W v = sigma_1, so PC(W) is the weight up to rounding."""
-        # float64, because a decomposition in float32 has an error of 5e-6 at 512 x 1408, and this runs only once
-        left, singular_values, right = torch.linalg.svd(effective.double(), full_matrices=False)
-        largest = singular_values[:, :1]
-        relative = singular_values / largest.clamp(min=torch.finfo(largest.dtype).tiny)
-        roots = smallest_root(self.map, relative)
-        roots[:, 0] = 1.0
-        raw = left * (largest * roots)[:, None, :] @ right
-        return raw.to(effective.dtype), left[:, :, 0].to(effective.dtype), right[:, 0].to(effective.dtype)
-
-    def require_invertible(self) -> None:
-        """Raise a `UserError` with the reason if `invert` cannot work."""
-        at_one = maps.evaluate(self.map, 1.0)
-        if abs(at_one - 1.0) > TOLERANCE:
-            raise UserError(
-                f"given weights can be preserved only if g(1) = 1, but level {self.config.level} has {at_one:.6g}; "
-                + USE_AS_W
-            )
-        if not self.config.norm_recovery:
-            raise UserError(
-                f"given weights can be preserved only with norm_recovery, without which PC(W) has norm 1; or {USE_AS_W}"
-            )
-
-    def _polynomial_precision(self):
-        """Matmul precision of the polynomial; everything else runs in float32."""
-        return matmul_precision("tf32" if self.config.compute_dtype == "tf32" else "ieee")
-
-    def _scale(self, s: Tensor, gamma: Tensor) -> Tensor:
-        """The factor of g(W / s), [B, 1, 1]: gamma times the recovered norm."""
-        return gamma[:, :, None] * (s if self.config.norm_recovery else 1.0)
-
-
-def smallest_root(map: maps.Map, values: Tensor) -> Tensor:
-    """The smallest x in [0, 1] with g(x) = value, for each of `values` in [0, 1] (float64, any shape).
-
-    A grid brackets the first crossing; bisection refines it."""
-    grid = torch.linspace(0.0, 1.0, GRID, dtype=torch.float64, device=values.device)
-    reached = maps.evaluate(map, grid).cummax(0).values
-    above = torch.searchsorted(reached, values.contiguous()).clamp(1, GRID - 1)
-    low, high = grid[above - 1], grid[above]
-    for _ in range(50):
-        middle = (low + high) / 2
-        is_below = maps.evaluate(map, middle) < values
-        low, high = torch.where(is_below, middle, low), torch.where(is_below, high, middle)
-    return torch.where(values > 0, (low + high) / 2, torch.zeros_like(values))
 
 
 @cache
 def method_of(config: PCConfig) -> Method:
     """The method of a config with one level (`PCConfig.for_block`)."""
     return Method(config)
+
+
+def power_iteration(weight: Tensor, u: Tensor, v: Tensor, steps: int) -> tuple[Tensor, Tensor]:
+    """Move `u`, `v` towards the leading singular vectors of `weight` (paper, algorithm 3).
+
+    Args:
+        weight: [..., n, m].
+        u: [..., n] unit vectors from the previous call (a warm start).
+        v: [..., m] unit vectors.
+        steps: how many times to multiply by the weight's transpose and by the weight.
+
+    Returns:
+        New `u` and `v`. For a zero weight they stay unchanged: zero vectors could never recover.
+    """
+    with torch.no_grad():
+        for _ in range(steps):
+            v = _unit(_product(weight.mT, u), v)
+            u = _unit(_product(weight, v), u)
+    return u, v
+
+
+def power_iteration_by_gram(weight: Tensor, gram: Tensor, u: Tensor, v: Tensor, steps: int) -> tuple[Tensor, Tensor]:
+    """`power_iteration`, for `steps` of 1 or more, by the smaller Gram matrix [..., r, r] in place of the weight.
+
+    One multiplication by `W W^T` replaces one by `W^T` and one by `W`. PC needs the Gram matrix anyway, and it is
+    smaller; the weight itself is read twice instead of 2 `steps` times, the last time for `W v`. Rounding errors of the Gram
+    matrix (in TF32, for example) act like iterating on a slightly different matrix: u and v are off by some d, and
+    `u^T W v`, which uses W itself, only by the order of d^2.
+    """
+    with torch.no_grad():
+        if weight.size(-2) > weight.size(-1):
+            v = _max_normalised(_product(weight.mT, u), v)
+            for _ in range(steps - 1):
+                v = _max_normalised(_product(gram, v), v)
+            v = v / v.norm(dim=-1, keepdim=True)
+        else:
+            for _ in range(steps - 1):
+                u = _max_normalised(_product(gram, u), u)
+            v = _unit(_product(weight.mT, u), v)
+        return _unit(_product(weight, v), u), v
+
+
+def second_start(
+    weight: Tensor,  # W [..., n, m]
+    gram: Tensor,  # the smaller of W W^T and W^T W, [..., r, r]
+    u: Tensor,  # [..., n]
+    v: Tensor,  # [..., m]
+    reach: float,  # how far above 1 the map may be evaluated
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Check the estimate `u^T W v` of the largest singular value by a second start of power iteration, and correct it.
+
+    A power iteration that starts from the previous step's vectors misses a direction that they have lost, or that grew in
+    one step. Its estimate is then too low, and a map is bounded only up to its reach. The second start is the same dense
+    vector each time, so there is nothing to save, and results are equal on any number of ranks. It finds |W v| for a unit
+    vector v, so no more than the largest singular value. It misses a direction that ten products do not amplify enough,
+    because all other singular values are near the largest (how often: docs/faults.md).
+
+    Returns:
+        u [..., n] and v [..., m]: where the ratio is above `reach`, the second start's, else those given. The ratio [...]: what
+        the second start finds, divided by `u^T W v`; 1 if they agree.
+    """
+    with torch.no_grad():
+        size = gram.size(-1)
+        index = torch.arange(1, size + 1, device=weight.device, dtype=weight.dtype)
+        vector = (index * GOLDEN_RATIO).frac().sub(0.4).expand(*gram.shape[:-2], size)
+        # Divided by its Frobenius norm, the Gram matrix has its largest eigenvalue between size^-1/2 and 1. So ten
+        # products neither overflow nor underflow.
+        scale = torch.linalg.matrix_norm(gram, keepdim=True).clamp(min=torch.finfo(gram.dtype).tiny).reciprocal()
+        for _ in range(SECOND_PRODUCTS):
+            vector = _product(gram, vector) * scale[..., 0]
+        if weight.size(-2) > weight.size(-1):
+            other_v = _unit(vector, v)
+        else:
+            other_v = _unit(_product(weight.mT, vector), v)
+        other_u = _product(weight, other_v)
+        ratio = torch.linalg.vector_norm(other_u, dim=-1) / spectral_norm_estimate(weight, u, v)
+        is_missed = (ratio > reach)[..., None]
+        return torch.where(is_missed, _unit(other_u, u), u), torch.where(is_missed, other_v, v), ratio
+
+
+def spectral_norm_estimate(weight: Tensor, u: Tensor, v: Tensor) -> Tensor:
+    """`u^T W v + epsilon` of shape [...] for `weight` [..., n, m]; differentiable in `weight`."""
+    return (u * _product(weight, v)).sum(-1) + EPSILON
+
+
+def _product(matrix: Tensor, vector: Tensor) -> Tensor:
+    return (matrix @ vector.unsqueeze(-1)).squeeze(-1)
+
+
+def _max_normalised(vector: Tensor, previous: Tensor) -> Tensor:
+    """The vector divided by its largest |entry|, so that its squares cannot overflow; the previous one if it is zero."""
+    size = torch.linalg.vector_norm(vector, math.inf, dim=-1, keepdim=True)
+    return torch.where(size > 0, vector / size, previous)
+
+
+def _unit(vector: Tensor, previous: Tensor) -> Tensor:
+    vector = _max_normalised(vector, previous)
+    return vector / vector.norm(dim=-1, keepdim=True)
+
+
+@contextmanager
+def matmuls(like: Tensor, precision: str | None = "ieee"):
+    """Matmuls in the dtype of `like`, also if the caller is under autocast; on a GPU in the precision "ieee" (plain float32)
+    or "tf32", whatever the process-wide setting is; None: as it is.
+
+    CPU matmuls stay float32. This changes the CUDA setting only: torch's older switch,
+    `set_float32_matmul_precision`, raises an error if the user has set the new one.
+    """
+    kind, setting = like.device.type, torch.backends.cuda.matmul
+    is_lowered = kind != "meta" and torch.is_autocast_enabled(kind)
+    before = setting.fp32_precision
+    setting.fp32_precision = precision or before
+    try:
+        with torch.autocast(kind, enabled=False) if is_lowered else nullcontext():
+            yield
+    finally:
+        setting.fp32_precision = before

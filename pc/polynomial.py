@@ -5,11 +5,13 @@ equals `U diag(g(sigma)) V^T` (paper, proposition 1). In shapes, r = min(n, m) a
 """
 
 from collections.abc import Sequence
+from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from pc.maps import Coefficients, Map, complete_square, stages
+from pc.maps import Coefficients, Map, stages
 
 
 def gram_matrix(matrix: Tensor) -> Tensor:
@@ -19,24 +21,25 @@ def gram_matrix(matrix: Tensor) -> Tensor:
 
 def apply(map: Map, matrix: Tensor) -> Tensor:
     """`g(A)` for matrices `A` of shape [..., n, m], batched over leading dimensions; same shape out."""
-    return apply_and_keep(map, matrix)[0]
+    return apply_and_keep(stages(map), matrix)[0]
 
 
 def apply_and_keep(
-    map: Map, matrix: Tensor, *, gram: Tensor | None = None, divisor: Tensor | None = None, scale: Tensor | None = None
+    composite: tuple[Coefficients, ...],  # a map's `stages`
+    matrix: Tensor,  # A [..., n, m]
+    *,
+    gram: Tensor | None = None,  # `gram_matrix(A)` if already computed
+    divisor: Tensor | None = None,  # [..., 1, 1]; None: 1
+    scale: Tensor | None = None,  # [..., 1, 1]; None: 1
 ) -> tuple[Tensor, list[Tensor]]:
-    """`scale * g(A / divisor)`, and square matrices [B, r, r] that `vjp` of the same map and `A / divisor` needs again.
+    """`scale * g(A / divisor)`, [..., n, m], and square matrices [B, r, r] that `vjp` of the same map and `A / divisor` needs
+    again.
 
     One matmul computes the smaller Gram matrix `G` [r, r], those of `_values` compute `p(G)`, and one multiplies it by
     `A`. Divisor and scale are applied to the square matrices, so neither costs another pass over `A`.
-
-    Args:
-        gram: `gram_matrix(A)` if already computed.
-        divisor, scale: [..., 1, 1]; None for 1.
     """
     batch = matrix.reshape(-1, *matrix.shape[-2:])
     factor = None if divisor is None else divisor.reshape(-1, 1, 1).reciprocal()
-    composite = stages(map)
     kept: list[Tensor] = []
     for index, coefficients in enumerate(composite):
         gram = gram_matrix(batch) if gram is None else gram.reshape(-1, *gram.shape[-2:])
@@ -52,13 +55,13 @@ def apply_and_keep(
 
 
 def vjp(
-    map: Map,
-    matrix: Tensor,
-    gradient: Tensor,
+    composite: tuple[Coefficients, ...],  # a map's `stages`
+    matrix: Tensor,  # A [..., n, m]
+    gradient: Tensor,  # H, with respect to the result [..., n, m]
     *,
-    divisor: Tensor | None = None,
-    scale: Tensor | None = None,
-    kept: Sequence[Tensor] = (),
+    divisor: Tensor | None = None,  # [..., 1, 1]; None: 1
+    scale: Tensor | None = None,  # [..., 1, 1]; None: 1
+    kept: Sequence[Tensor] = (),  # by `apply_and_keep` for the same map and A / divisor; empty: computed again
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Vector-Jacobian product of `apply_and_keep`: the gradient with respect to `A`, given that of `scale * g(A / divisor)`.
 
@@ -68,27 +71,47 @@ def vjp(
     The returned gradient treats divisor and scale as constants; two inner products give a caller the gradients of
     these.
 
-    Args:
-        matrix: `A` [..., n, m].
-        gradient: `H`, with respect to the result [..., n, m].
-        divisor, scale: [..., 1, 1]; None for 1.
-        kept: by `apply_and_keep` for the same map and `A / divisor`; empty: computed again.
-
     Returns:
         The gradient with respect to `A` [..., n, m], and the inner products `<g(N), H>` and `<dN, N>`, [...] each,
         where `N = A / divisor` and `dN` is the gradient of `<g(N), H>` with respect to `N`.
     """
-    first, *others = stages(map)
+    first, *others = composite
     batch, gradient = (x.reshape(-1, *x.shape[-2:]) for x in (matrix, gradient))
     one = matrix.new_ones(1, 1, 1)
     divisor, scale = (one if x is None else x.reshape(-1, 1, 1) for x in (divisor, scale))
     if others:  # a composite: back through the later stages, at the result of the first, then through the first
-        gradient, value_product, _ = vjp(tuple(others), apply_and_keep(first, batch, divisor=divisor)[0], gradient)
+        gradient, value_product, _ = vjp(tuple(others), apply_and_keep((first,), batch, divisor=divisor)[0], gradient)
         result, _, matrix_product = _stage_vjp(first, batch, divisor, scale, gradient, kept)
     else:
         result, value_product, matrix_product = _stage_vjp(first, batch, divisor, scale, gradient, kept)
     leading = matrix.shape[:-2]
     return result.reshape(matrix.shape), value_product.reshape(leading), matrix_product.reshape(leading)
+
+
+class Square(NamedTuple):
+    """A polynomial as `factor * root(x)^2 + linear * x + constant`."""
+
+    factor: float
+    root: Coefficients
+    linear: float
+    constant: float
+
+
+@cache
+def complete_square(coefficients: Coefficients) -> Square | None:
+    """Write a polynomial of degree 4 as a `Square`; None for other degrees.
+
+    None also if the leading coefficient is small: then the terms of the square are much larger than the polynomial, and
+    cancel.
+    """
+    if len(coefficients) != 5 or not coefficients[4]:
+        return None
+    a, b, c, d, e = coefficients
+    half = d / (2 * e)
+    last = (c / e - half * half) / 2
+    square = Square(e, (last, half, 1.0), b - 2 * e * half * last, a - e * last * last)
+    size = abs(e) * sum(map(abs, square.root)) ** 2 + abs(square.linear) + abs(square.constant)
+    return square if size <= 2 * sum(map(abs, coefficients)) else None
 
 
 def _values(coefficients: Coefficients, gram: Tensor) -> list[Tensor]:
@@ -98,7 +121,7 @@ def _values(coefficients: Coefficients, gram: Tensor) -> list[Tensor]:
     smaller numbers than Horner's rule. Any other p is `G q(G) + a_0 I`: one matmul more than q. So
 
         degree 3:  [p(G), q(G)]       p(G) = G q(G) + a_0 I, with the quadratic q
-        degree 4:  [p(G), root(G)]    p(G) = factor root(G)^2 + linear G + constant I (`maps.complete_square`)
+        degree 4:  [p(G), root(G)]    p(G) = factor root(G)^2 + linear G + constant I (`complete_square`)
     """
     constant, linear, *higher = coefficients
     inner: list[Tensor] = []
@@ -171,9 +194,9 @@ def _stage_vjp(
         kept = [gram, *_values(coefficients, gram)]
     gram, value, *inner = kept
     d_value = gradient @ matrix.mT  # without `factor`, which is applied at the end: what follows is linear in it
-    value_product = _inner_product(value, d_value)
+    value_product = (value * d_value).sum((-2, -1))
     right = _gradient(coefficients, gram, inner, d_value + d_value.mT)
-    matrix_product = value_product + _inner_product(right, gram)
+    matrix_product = value_product + (right * gram).sum((-2, -1))
     value_product, matrix_product = (product * factor[:, 0, 0] for product in (value_product, matrix_product))
     # Multiply factor and scale first: the cube of a small factor underflows in float32. With norm_recovery scale is
     # gamma s and factor 1 / s, so that their product is gamma.
@@ -181,8 +204,3 @@ def _stage_vjp(
     result = (value * both) @ gradient
     right.mul_(factor.square() * both)
     return torch.baddbmm(result, right, matrix, out=result), value_product, matrix_product
-
-
-def _inner_product(a: Tensor, b: Tensor) -> Tensor:
-    """[B, r, r] to [B]."""
-    return (a * b).sum((-2, -1))

@@ -20,6 +20,11 @@ def local(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+def shards_of(items: Iterable[Iterable[Tensor]]) -> list[list[Tensor]]:
+    """`local` of each tensor of each item."""
+    return [[local(tensor) for tensor in item] for item in items]
+
+
 def sharded_dims(tensor: Tensor) -> dict[int, int | None]:
     """{mesh dimension: the tensor's dimension that it shards, None for partial sums}; {} for a plain tensor.
 

@@ -13,18 +13,17 @@ rows (outputs) belong to parts, such as q, k and v of a fused projection. Each p
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from pc.assignment import matrix_cost
 from pc.config import MatrixSplit, PCConfig
 from pc.errors import UserError
 from pc.method import Method, method_of
-from pc.owner import matrix_cost
 from pc.spectral import initial_vectors
-
-Kept = Sequence[Sequence[Tensor]]
-"""For each part: what its method's `write` keeps for `pull_back`."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,7 @@ class Part:
     """of one matrix: 4 in the example"""
     count: int
 
-    @property
+    @cached_property
     def method(self) -> Method:
         assert self.config is not None
         return method_of(self.config)
@@ -49,11 +48,7 @@ class Part:
 class WeightSplit:
     """A `MatrixSplit` of a weight of known shape.
 
-    Functions take a batch of B such weights [B, ...] that are P matrices each, and with it
-
-        gamma    [B, P]
-        u        [B, rows of all P matrices together]
-        v        [B, P, m], or [B, m] for P = 1, as in a `PCLinear`
+    Functions take a batch of B such weights, each of P matrices.
     """
 
     parts: tuple[Part, ...]
@@ -63,7 +58,7 @@ class WeightSplit:
     stack: tuple[int, ...]
     """leading dimensions of the weight: () or (E,)"""
 
-    @property
+    @cached_property
     def chosen(self) -> list[Part]:
         """The parts that are preconditioned."""
         return [part for part in self.parts if part.config is not None]
@@ -78,15 +73,15 @@ class WeightSplit:
         matrices = [f"{part.count} of [{part.rows}, {self.columns}], {part.method.describe()}" for part in self.chosen]
         return (f"{self.stack[0]} times " if self.stack else "") + "; ".join(matrices)
 
-    @property
+    @cached_property
     def gamma_shape(self) -> tuple[int, ...]:
         return *self.stack, sum(part.count for part in self.chosen)
 
-    @property
+    @cached_property
     def u_shape(self) -> tuple[int, ...]:
         return *self.stack, sum(part.count * part.rows for part in self.chosen)
 
-    @property
+    @cached_property
     def v_shape(self) -> tuple[int, ...]:
         count = sum(part.count for part in self.chosen)
         return *self.stack, *((count, self.columns) if count > 1 else (self.columns,))
@@ -104,27 +99,34 @@ class WeightSplit:
     # Each of these gives one tensor for each chosen part, with B' = B times its `count`. For 5 experts [5, 24, m] that are
     # gate and up, they are two tensors [5, 12, m]. If gate and up were 3 heads each, they would be two of [15, 4, m].
 
-    def split_weight(self, weight: Tensor) -> list[Tensor]:
-        """[B', rows, columns]"""
+    def split_weight(
+        self,
+        weight: Tensor,  # as stored, [B, N, m] or [B, m, N]
+    ) -> list[Tensor]:  # [B', rows, columns]
         rows = zip(self.parts, self._rows(weight), strict=True)
         return [x.reshape(-1, part.rows, self.columns) for part, x in rows if part.config is not None]
 
-    def split_gamma(self, gamma: Tensor) -> list[Tensor]:
-        """[B', 1]"""
-        return self._split(gamma, [1 for _ in self.chosen])
-
-    def split_u(self, u: Tensor) -> list[Tensor]:
-        """[B', rows]"""
-        return self._split(u, [part.rows for part in self.chosen])
-
-    def split_v(self, v: Tensor) -> list[Tensor]:
-        """[B', columns]"""
-        return self._split(v, [self.columns for _ in self.chosen])
+    def split_vectors(
+        self,
+        gamma: Tensor,  # [B, P]
+        u: Tensor,  # [B, rows of all P matrices together]
+        v: Tensor,  # [B, P, m], or [B, m] for P = 1, as in a `PCLinear`
+    ) -> list[list[Tensor]]:  # of gamma [B', 1], of u [B', rows], of v [B', columns]
+        widths = [(1, part.rows, self.columns) for part in self.chosen]
+        split = []
+        for index, tensor in enumerate((gamma, u, v)):
+            lengths = [part.count * width[index] for part, width in zip(self.chosen, widths, strict=True)]
+            pieces = tensor.flatten(1).split(lengths, dim=1)
+            split.append([x.reshape(-1, width[index]) for width, x in zip(widths, pieces, strict=True)])
+        return split
 
     # And these are their inverses.
 
-    def join_weight(self, matrices: Sequence[Tensor], base: Tensor) -> Tensor:
-        """The stored weights; rows that are not chosen are those of `base`, weights as stored."""
+    def join_weight(
+        self,
+        matrices: Sequence[Tensor],  # of each chosen part, [B', rows, columns]
+        base: Tensor,  # as stored: rows that are not chosen are its rows
+    ) -> Tensor:  # as stored
         chosen = iter(matrices)
         rows = [
             other if part.config is None else next(chosen).reshape(-1, self.repeats, part.size, self.columns)
@@ -133,82 +135,66 @@ class WeightSplit:
         whole = (rows[0] if len(rows) == 1 else torch.cat(rows, -2)).flatten(1, 2)
         return whole.mT if self.transposed else whole
 
-    def join(self, tensors: Sequence[Tensor]) -> Tensor:
-        """The inverse of `split_gamma`, and of `split_u`."""
-        flat = [x.reshape(len(x) // part.count, -1) for part, x in zip(self.chosen, tensors, strict=True)]
-        return flat[0] if len(flat) == 1 else torch.cat(flat, 1)
+    def join(
+        self,
+        vectors: Sequence[Tensor],  # of each chosen part, [B', k] or [B']
+        stored: tuple[int, ...],  # `gamma_shape`, `u_shape` or `v_shape`
+    ) -> Tensor:  # [B, ...], as `split_vectors` takes them
+        flat = [x.reshape(len(x) // part.count, -1) for part, x in zip(self.chosen, vectors, strict=True)]
+        return (flat[0] if len(flat) == 1 else torch.cat(flat, 1)).reshape(-1, *stored[len(self.stack) :])
 
-    def join_v(self, v: Sequence[Tensor]) -> Tensor:
-        return self.join(v).reshape(-1, *self.v_shape[len(self.stack) :])
+    # The two passes, each once per optimizer step on the owner (`pc.owner` calls them), part by part by `pc.method`.
 
-    # What the owner of stored weights computes, once per optimizer step: `pc.owner` calls these with a batch of B weights
-    # [B, ...] and their gammas, u and v.
-
-    def write(
-        self, orig: Tensor, gamma: Tensor, u: Tensor, v: Tensor, *, advance: bool = True
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Kept]:
-        """`Method.write` of every chosen part.
-
-        Returns:
-            PC(W) as stored; the new u and v; estimates [2]; and what `pull_back` can reuse. The estimates say in how many
-            matrices a second start replaced u and v, and its largest estimate divided by `u^T W v`.
-        """
+    def evaluate(
+        self,
+        orig: Tensor,  # W as stored, [B, N, m] or [B, m, N]
+        gamma: Tensor,  # [B, P]
+        u: Tensor,  # [B, rows of all P matrices together]
+        v: Tensor,  # [B, P, m], or [B, m] for P = 1
+        kept: Any = None,  # of an earlier step
+        *,
+        advance: bool = True,
+    ) -> tuple[Any, ...]:
+        """`Method.evaluate` of every chosen part: PC(W) as stored; the new u and v; the second start's ratio of each
+        matrix [B, P]; and what `pull_back` can reuse."""
         results = [
-            part.method.write(*tensors, advance=advance)
-            for part, *tensors in zip(self.chosen, self.split_weight(orig), *self._split_all(gamma, u, v), strict=True)
+            part.method.evaluate(*tensors, advance=advance)
+            for part, *tensors in zip(
+                self.chosen, self.split_weight(orig), *self.split_vectors(gamma, u, v), strict=True
+            )
         ]
-        weights, of_u, of_v, found = zip(*(of_part[:4] for of_part in results), strict=True)
-        # as `second_opinion` decides
-        replaced = sum((one > part.method.reach).sum() for part, one in zip(self.chosen, found, strict=True))
-        estimates = torch.stack([replaced.to(orig.dtype), torch.cat(found).max()])
-        return (
-            self.join_weight(weights, base=orig),
-            self.join(of_u),
-            self.join_v(of_v),
-            estimates,
-            [of[4:] for of in results],
-        )
+        weights, of_u, of_v, ratios, keep = zip(*results, strict=True)
+        vectors = (of_u, self.u_shape), (of_v, self.v_shape), (ratios, self.gamma_shape)
+        return self.join_weight(weights, base=orig), *(self.join(*one) for one in vectors), [*keep]
 
     def pull_back(
-        self, orig: Tensor, gradient: Tensor, gamma: Tensor, u: Tensor, v: Tensor, *, kept: Kept = ()
-    ) -> tuple[Tensor, Tensor]:
-        """The gradients with respect to W (as stored) and the gammas, from that with respect to PC(W).
+        self,
+        orig: Tensor,  # W as stored
+        gradient: Tensor,  # with respect to PC(W), as stored
+        gamma: Tensor,  # [B, P]
+        u: Tensor,  # [B, rows of all P matrices together]
+        v: Tensor,  # [B, P, m], or [B, m] for P = 1
+        kept: Any = None,  # by `evaluate` of the same weights; None: computed again
+    ) -> tuple[Tensor, Tensor, Any]:
+        """The gradients with respect to W (as stored) and the gammas [B, P]; and `kept` again, for a further pull back.
 
         Rows that are not preconditioned keep their gradient.
         """
         matrices, gradients = self.split_weight(orig), self.split_weight(gradient)
+        vectors = self.split_vectors(gamma, u, v)
         results = [
-            part.method.pull_back(*tensors, *of_part)
-            for part, of_part, *tensors in zip(
-                self.chosen,
-                kept or [()] * len(matrices),
-                matrices,
-                gradients,
-                *self._split_all(gamma, u, v),
-                strict=True,
+            part.method.pull_back(*tensors)
+            for part, *tensors in zip(
+                self.chosen, matrices, gradients, *vectors, kept or [()] * len(matrices), strict=True
             )
         ]
         weights, gammas = zip(*results, strict=True)
-        return self.join_weight(weights, base=gradient), self.join(gammas)
-
-    def invert(self, effective: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """W as stored, u and v, so that PC(W) is the given weight."""
-        matrices = zip(self.chosen, self.split_weight(effective), strict=True)
-        orig, u, v = zip(*(part.method.invert(matrix) for part, matrix in matrices), strict=True)
-        return self.join_weight(orig, base=effective), self.join(u), self.join_v(v)
-
-    def _split_all(self, gamma: Tensor, u: Tensor, v: Tensor) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        return self.split_gamma(gamma), self.split_u(u), self.split_v(v)
+        return self.join_weight(weights, base=gradient), self.join(gammas, self.gamma_shape), kept
 
     def _rows(self, weight: Tensor) -> Sequence[Tensor]:
         """Views [B, repeats, size, m] of each part's rows."""
         weight = weight.mT if self.transposed else weight
         return weight.unflatten(-2, (self.repeats, -1)).split([part.size for part in self.parts], dim=-2)
-
-    def _split(self, tensor: Tensor, widths: list[int]) -> list[Tensor]:
-        lengths = [part.count * width for part, width in zip(self.chosen, widths, strict=True)]
-        pieces = zip(widths, tensor.flatten(1).split(lengths, dim=1), strict=True)
-        return [x.reshape(-1, width) for width, x in pieces]
 
 
 def split_of(

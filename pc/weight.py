@@ -9,12 +9,13 @@ W is sharded as `weight` is, u and v over the same ranks (`pc.shards.shard_like`
 `pc.precondition` adds them once DDP or FSDP has wrapped the model, so that neither sees them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from pc.config import PCConfig
 from pc.errors import UserError
@@ -22,6 +23,21 @@ from pc.shards import local, shard_gammas, shard_like, viewed
 from pc.splits import WeightSplit
 
 ADDED = ("orig", "gamma", "u", "v")
+
+
+class Tensors(NamedTuple):
+    """A weight's tensors, sharded over the same ranks."""
+
+    effective: nn.Parameter
+    """PC(W), as stored: [N, m], [m, N] or a stack of E such"""
+    orig: nn.Parameter
+    """W, as stored"""
+    gamma: nn.Parameter | None
+    """[P] for P matrices, [E P] for a stack; None: not learnable"""
+    u: Tensor
+    """[rows of all P matrices together], of a stack [E, ...]"""
+    v: Tensor
+    """[P, m], or [m] for P = 1, of a stack [E, ...]"""
 
 
 class Weight:
@@ -43,6 +59,7 @@ class Weight:
                 f"{name}: its {attribute} is not a parameter any more; undo what torch's parametrize, prune, spectral_norm or "
                 "weight_norm did to it, or leave it out of blocks"
             )
+        self._keys = {added: f"{attribute}_{added}" for added in ADDED}
         self.effective: nn.Parameter = module._parameters[attribute]  # type: ignore[assignment]
         """PC(W), the sharded parameter: during a forward pass FSDP puts an unsharded one in its place in the module"""
 
@@ -51,37 +68,37 @@ class Weight:
         """Of `weight`, in the model."""
         return f"{self.name}.weight" if self.attribute == "weight" else self.name
 
-    def _key(self, added: str) -> str:
-        return f"{self.attribute}_{added}"
-
     @property
     def orig(self) -> Any:
         """W, a parameter; None before `pc.precondition`."""
-        return self.module._parameters.get(self._key("orig"))
+        return self.module._parameters.get(self._keys["orig"])
 
     @property
     def gamma(self) -> nn.Parameter | None:
         """[P] for P matrices, [E P] for a stack."""
-        return self.module._parameters.get(self._key("gamma"))
+        return self.module._parameters.get(self._keys["gamma"])
 
     @property
     def trained(self) -> list[Any]:
         """What an optimizer trains: W, and gamma if it is learnable."""
-        return [parameter for parameter in (self.orig, self.gamma) if parameter is not None]
-
-    @property
-    def gamma_values(self) -> Tensor:
-        """Gamma without its gradient, in the shape that the split takes, [P] or [E, P]; ones where it is not learnable."""
-        gamma = self._ones() if self.gamma is None else self.gamma.detach()
-        return viewed(gamma, self.split.gamma_shape)
+        parameters = self.module._parameters
+        held = (parameters.get(self._keys["orig"]), parameters.get(self._keys["gamma"]))
+        return [parameter for parameter in held if parameter is not None]
 
     @property
     def u(self) -> Any:
-        return self.module._buffers.get(self._key("u"))
+        return self.module._buffers.get(self._keys["u"])
 
     @property
     def v(self) -> Any:
-        return self.module._buffers.get(self._key("v"))
+        return self.module._buffers.get(self._keys["v"])
+
+    def tensors(self) -> Tensors:
+        """What its module holds now: `model.double()`, for one, makes new u and v."""
+        parameters, buffers, keys = self.module._parameters, self.module._buffers, self._keys
+        trained: list[Any] = [parameters[keys["orig"]], parameters.get(keys["gamma"])]
+        vectors: list[Any] = [buffers[keys["u"]], buffers[keys["v"]]]
+        return Tensors(self.effective, *trained, *vectors)
 
     @property
     def config(self) -> PCConfig:
@@ -96,9 +113,7 @@ class Weight:
     @property
     def added(self) -> list[str]:
         """The names in its module of the tensors beside it."""
-        return [
-            self._key(key) for key in ADDED if self._key(key) in {**self.module._parameters, **self.module._buffers}
-        ]
+        return [key for key in self._keys.values() if key in {**self.module._parameters, **self.module._buffers}]
 
     def mark(self) -> None:
         """Note on its module that it gets PC: name and split by attribute, which copies and `torch.save` keep."""
@@ -120,15 +135,12 @@ class Weight:
             if self.gamma is not None:
                 self.gamma.fill_(1.0)
             return
-        module.register_parameter(self._key("orig"), nn.Parameter(effective.detach().clone(), effective.requires_grad))
+        module.register_parameter(self._keys["orig"], nn.Parameter(effective.detach().clone(), effective.requires_grad))
         if self.config.learnable_gamma:
-            module.register_parameter(self._key("gamma"), nn.Parameter(self._ones(), effective.requires_grad))
+            gamma = nn.Parameter(_ones(self.split, effective), effective.requires_grad)
+            module.register_parameter(self._keys["gamma"], gamma)
         for key, vector in zip("uv", vectors, strict=True):
-            module.register_buffer(self._key(key), vector)
-
-    def _ones(self) -> Tensor:
-        ones = torch.ones(self.split.gamma_shape, device=self.effective.device, dtype=self.effective.dtype)
-        return shard_gammas(self.effective, ones)
+            module.register_buffer(self._keys[key], vector)
 
     def remove(self) -> None:
         """Leave a plain module, whose parameter stays as it is."""
@@ -144,13 +156,40 @@ def _extra_repr(module: nn.Module) -> str:
     return ", ".join([text for text in [type(module).extra_repr(module)] if text] + weights)
 
 
-def require_precision(weight: Weight) -> None:
-    dtype = weight.effective.dtype
+def gamma_values(split: WeightSplit, effective: Tensor, gamma: Tensor | None) -> Tensor:
+    """Gamma [P] or [E P] without its gradient, in the shape that the split takes, [P] or [E, P]; ones for None."""
+    values = _ones(split, effective) if gamma is None else gamma.detach()
+    return viewed(values, split.gamma_shape) if split.stack else values
+
+
+def _ones(split: WeightSplit, effective: Tensor) -> Tensor:
+    return shard_gammas(effective, torch.ones(split.gamma_shape, device=effective.device, dtype=effective.dtype))
+
+
+def require_precision(name: str, effective: Tensor) -> None:
+    dtype = effective.dtype
     if not dtype.is_floating_point or dtype.itemsize < 4:
         raise UserError(
-            f"{weight.name} is {dtype}, but W needs float32 to accumulate small updates; call "
+            f"{name} is {dtype}, but W needs float32 to accumulate small updates; call "
             "model.float(), and use autocast or FSDP's mixed precision for fast matmuls"
         )
+
+
+def require_in_place(weights: Iterable[Weight], models: Iterable[nn.Module]) -> None:
+    """Put sharded parameters back into FSDP's modules, and raise a `UserError` if a weight is not what a module of the models
+    multiplies by."""
+    modules = {module for model in models for module in model.modules()}
+    for module in modules:
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    for weight in weights:
+        if weight.module not in modules:
+            raise UserError(f"{weight.name} is not in the model any more: replace or remove layers before pc.attach")
+        if weight.module._parameters.get(weight.attribute) is not weight.effective:
+            raise UserError(
+                f"{weight.name} has another {weight.attribute} than pc.precondition found: call it after DDP and "
+                "fully_shard, and not with torch's parametrize, prune, spectral_norm or weight_norm on the same weight"
+            )
 
 
 def weights_of(module: nn.Module) -> Iterator[Weight]:

@@ -32,6 +32,9 @@ class Hyperball(torch.optim.Optimizer):
         UserError: a parameter is not float32 or float64, or a matrix is zero at the first step that would move it.
     """
 
+    takes_matrices_alone = True
+    """Read by `pc.followed`: no gamma may join."""
+
     _has_no_zero = False
     """Whether a step has found, on all ranks, that no matrix is zero."""
 

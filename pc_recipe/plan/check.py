@@ -274,6 +274,7 @@ def _check_start(result: CheckResult, config: Config) -> None:
 
 
 def _check_model(result: CheckResult, config: Config, sizes: "Sizes") -> None:
+    from pc.inverse import require_invertible
     from pc.method import method_of
     from pc_recipe.plan.needs import describe_pc
 
@@ -284,7 +285,7 @@ def _check_model(result: CheckResult, config: Config, sizes: "Sizes") -> None:
     pc_config = config.pc.pc_config
     loads = config.checkpoint.enable and config.checkpoint.initial_load_path
     for block in pc_config.blocks if loads and config.pc.start == "preserve" else ():
-        _try(result, method_of(pc_config.for_block(block)).require_invertible)
+        _try(result, require_invertible, method_of(pc_config.for_block(block)))
     share = sizes.preconditioned / sizes.total
     what = f"{sizes.preconditioned:,} weights ({share:.0%}), {describe_pc(pc_config)}"
     result.facts.append(("preconditioned", what))

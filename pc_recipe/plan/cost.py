@@ -13,11 +13,11 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop
 
+from pc.assignment import assign
 from pc.config import PCConfig
 from pc.measure import cost_bound
 from pc.method import method_of
-from pc.owner import assign
-from pc.preconditioner import KEPT_BYTES
+from pc.step import KEPT_BYTES
 from pc_recipe.config import Config
 from pc_recipe.config.model_sizes import count_parameters, shape_of
 from pc_recipe.config.rank_batches import RankBatches
@@ -32,10 +32,10 @@ def step_flops(n: int, m: int, config: PCConfig, keeps: bool) -> int:
     """FLOPs of both passes of PC over a matrix [n, m]. `keeps`: the second reuses what the first kept."""
     with torch.device("meta"):
         weight, method = torch.empty(1, n, m), method_of(config)
-        vectors = [torch.empty(1, size) for size in (1, n, m)]  # gamma, u, v
-    kept = method.write(weight, *vectors)[4:] if keeps else ()
-    return _counted(lambda: method.write(weight, *vectors)) + _counted(
-        lambda: method.pull_back(weight, weight, *vectors, *kept)
+        gamma, u, v = (torch.empty(1, size) for size in (1, n, m))
+    kept = method.evaluate(weight, gamma, u, v)[-1] if keeps else ()
+    return _counted(lambda: method.evaluate(weight, gamma, u, v)) + _counted(
+        lambda: method.pull_back(weight, weight, gamma, u, v, kept)
     )
 
 

@@ -9,9 +9,9 @@ import torch
 from pc.api import attach
 from pc.config import PCConfig
 from pc.method import method_of
-from pc.preconditioner import KEPT_BYTES
 from pc.report import skeleton
 from pc.splits import WeightSplit
+from pc.step import KEPT_BYTES
 from pc.weight import Weight, named_weights
 from pc_recipe.config import Config
 from pc_recipe.config.model_sizes import Flavor, shape_of, weight_shapes
@@ -76,7 +76,7 @@ def count_kept_bytes(n: int, m: int, config: PCConfig) -> int:
     """Bytes that PC keeps from one pass over a weight [n, m] for the next, if there is room (`KEPT_BYTES`)."""
     with torch.device("meta"):
         gamma, u, v = (torch.empty(1, size) for size in (1, n, m))
-        kept = method_of(config).write(torch.empty(1, n, m), gamma, u, v)[4:]
+        *_, kept = method_of(config).evaluate(torch.empty(1, n, m), gamma, u, v)
     return sum(tensor.nbytes for tensor in kept)
 
 

@@ -23,13 +23,15 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
 
 from pc.blocks import block_of, matches
+from pc.maps import name_of, reach
+from pc.method import spectral_norm_estimate
 from pc.owner import Plan
 from pc.preconditioner import Preconditioner
 from pc.shards import local
-from pc.spectral import modified_condition_number, singular_values, spectral_norm_estimate
+from pc.spectral import modified_condition_number, singular_values
 from pc.splits import WeightSplit
 from pc.targets import clean_name
-from pc.weight import Weight
+from pc.weight import Weight, gamma_values
 from pc_recipe.config import Config
 from pc_recipe.train.activations import SIZES, OutputSizes
 from pc_recipe.train.progress import is_due
@@ -41,7 +43,7 @@ SPECTRAL: dict[str, Callable[[Tensor], Tensor]] = {
 }
 """{NAME: function from the ascending singular values [B, min(n, m)] of B effective weights to B numbers [B]}.
 Logged as spectra/NAME/LAYER every `diagnostics.spectra_freq` steps, and in the first and the last. To add a metric, add a line here."""
-WEIGHT, GAMMA, REPLACED, WORST = "norm/weight", "pc/gamma/", "estimates/replaced", "estimates/worst"
+WEIGHT, GAMMA, WORST = "norm/weight", "pc/gamma/", "estimates/worst"
 
 
 class Diagnostics:
@@ -64,13 +66,13 @@ class Diagnostics:
         self._pc_entries: Sequence[str] = config.pc.blocks
         self._model_parts = model_parts
         self._preconditioner = preconditioner
-        self._replicas: int = parallel_dims.dp_replicate
         self._stage_ranks: int = parallel_dims.world_size // parallel_dims.pp
         self._squared_norm = SquaredNorm(model_parts, self._stage_ranks)
         self._gammas = {n: w.gamma for n, w in self._pc_weights().items() if w.gamma is not None}
         self._outputs = OutputSizes(model_parts) if self._settings.freq else None
         self._measuring = False
-        self._replaced = self._said = 0.0
+        self._reach = min(reach(name_of(map)) for map in config.pc.pc_config.maps.values())
+        self._warned = False
         watched = config.pc.blocks if self._settings.spectra_freq else ()
         self._update = UpdateSizes(model_parts, watched, self._stage_ranks)
         self._numbers = self._list_numbers()
@@ -82,8 +84,7 @@ class Diagnostics:
         here, and its metric in `_metrics_of_numbers`."""
         numbers: list[tuple[list[tuple[str, float]], Callable[[], Tensor]]] = [([(WEIGHT, 1.0)], self._squared_weights)]
         if self._preconditioner is not None:
-            factors = [(REPLACED, 1.0 / self._replicas), (WORST, 1.0)]
-            numbers.append((factors, self._preconditioner.take_estimates))
+            numbers.append(([(WORST, 1.0)], self._preconditioner.take_worst))
         for name, gamma in self._gammas.items():  # the numbers of one name add up, over all ranks, to the mean gamma
             share = share_of(gamma, self._stage_ranks) / gamma.numel()
             numbers.append(([(GAMMA + name, share)] * local(gamma).numel(), partial(local, gamma)))
@@ -148,10 +149,9 @@ class Diagnostics:
         """Output sizes, gamma of every weight, and the norm of all trained parameters (W where PC applies)."""
         sums, largest = of_ranks.sums(), of_ranks.largest()
         metrics = {WEIGHT: math.sqrt(sums[WEIGHT])} | {n: gamma for n, gamma in sums.items() if n.startswith(GAMMA)}
-        if REPLACED in sums:
-            self._replaced += sums[REPLACED]
-            metrics |= {REPLACED: self._replaced, WORST: largest[WORST]}
-            self._say_replaced()
+        if WORST in largest:
+            metrics[WORST] = largest[WORST]
+            self._warn(metrics[WORST])
         for name in sums if self._measuring else ():
             size, _, output = name.partition("/")
             if size == "squares":
@@ -160,17 +160,13 @@ class Diagnostics:
                 metrics[f"signal/{part}/absmax/{layer}"] = largest[f"largest/{output}"]
         return metrics
 
-    def _say_replaced(self) -> None:
-        """Warn once, and then each time the number has doubled."""
-        if self._replaced < max(1.0, 2 * self._said):
-            return
-        self._said = self._replaced
-        own = list(self._preconditioner.replaced()) if self._preconditioner is not None else []
-        logger.warning(
-            f"PC: {self._replaced:.0f} times so far, a largest singular value was underestimated by more than its "
-            f"map allows and found anew{' (' + ', '.join(own[:4]) + ')' if own else ''}; this often "
-            "means that optimizer.lr is high"
-        )
+    def _warn(self, worst: float) -> None:
+        if worst > self._reach and not self._warned:
+            self._warned = True
+            logger.warning(
+                f"PC: a largest singular value was {worst:.2f} times its estimate, more than its map allows, and was found anew "
+                "(estimates/worst); this often means that optimizer.lr is high"
+            )
 
     def _spectra_metrics(self) -> dict[str, float]:
         """`SPECTRAL` of effective weights, and geometric means of condition numbers.
@@ -207,7 +203,10 @@ class Diagnostics:
     def _estimate_metrics(self) -> dict[str, float]:
         """Relative error of s as an estimate of W's spectral norm, per block with PC."""
         used = self._pc_weights()
-        inputs: list[tuple[Tensor, ...]] = [(weight.orig, weight.u, weight.v) for weight in used.values()]
+        gammas = [gamma_values(weight.split, weight.effective, weight.gamma) for weight in used.values()]
+        inputs: list[tuple[Tensor, ...]] = [
+            (weight.orig, gamma, weight.u, weight.v) for weight, gamma in zip(used.values(), gammas, strict=True)
+        ]
         splits = [weight.split for weight in used.values()]
         errors: dict[str | None, list[float]] = {}
         for name, (error,) in self._compute_on_owners(_largest_estimate_error, list(used), inputs, splits, 1).items():
@@ -241,10 +240,11 @@ def _spectral(_, weight: Tensor) -> tuple[Tensor]:
     return (torch.stack([metric(values) for metric in SPECTRAL.values()], -1).to(weight.dtype),)
 
 
-def _largest_estimate_error(split: WeightSplit, weight: Tensor, u: Tensor, v: Tensor) -> tuple[Tensor]:
-    """The largest error among a weight's matrices, [B, 1]."""
-    matrices = zip(split.split_weight(weight), split.split_u(u), split.split_v(v), strict=True)
-    return (split.join([_estimate_error(*matrix) for matrix in matrices]).amax(-1, keepdim=True),)
+def _largest_estimate_error(split: WeightSplit, weight: Tensor, *vectors: Tensor) -> tuple[Tensor]:
+    """The largest error among a weight's matrices, [B, 1]. `vectors`: gamma, u and v."""
+    _, u, v = split.split_vectors(*vectors)
+    errors = [_estimate_error(*matrix) for matrix in zip(split.split_weight(weight), u, v, strict=True)]
+    return (split.join(errors, split.gamma_shape).amax(-1, keepdim=True),)
 
 
 def _estimate_error(weight: Tensor, u: Tensor, v: Tensor) -> Tensor:

@@ -220,7 +220,7 @@ def alone(make=sgd, steps=3):
 
 def _share(rank, given):
     """Counts of the weights that this rank computed, and the results; `given`: what pc.precondition gets."""
-    computed = {"write": 0, "pull_back": 0}
+    computed = {"evaluate": 0, "pull_back": 0}
     for name in computed:
 
         def counted(split, orig, *rest, function=getattr(WeightSplit, name), name=name, **options):
@@ -249,7 +249,7 @@ def test_ranks_of_ddp_share_the_work(given):
     expected, extra = alone(), 8  # by the last write_pc, on rank 0 alone
     found = run_ranks(2, _share, given)
     pulled = [computed["pull_back"] for computed, _ in found]
-    written = [computed["write"] - extra * (rank == 0) for rank, (computed, _) in enumerate(found)]
+    written = [computed["evaluate"] - extra * (rank == 0) for rank, (computed, _) in enumerate(found)]
     part = 1 if given == "model" else 2
     assert pulled == [3 * 8 // part] * 2 and written == [4 * 8 // part] * 2
     for _, result in found:

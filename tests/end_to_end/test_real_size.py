@@ -31,7 +31,7 @@ WORDS = f"""
 --lr_scheduler.warmup_steps=1 --lr_scheduler.total_steps=3
 --validation.enable=false --diagnostics.spectra_freq=0 --checkpoint.keep_latest_k=2
 """.split()
-# of the first steps, on any number of processes; without `spectral.second_opinion`, which finds the largest singular value
+# of the first steps, on any number of processes; without `method.second_start`, which finds the largest singular value
 # of layers.3.attention.wo again, the second would be 10.10235
 LOSSES = [10.84439, 10.1101]
 

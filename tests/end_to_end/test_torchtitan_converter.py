@@ -16,6 +16,7 @@ import pc
 from helpers.ranks import run_ranks
 from helpers.tiny import ROOT
 from pc import maps
+from pc.weight import gamma_values
 
 CONFIGS = ROOT / "train_configs" / "torchtitan"
 
@@ -106,8 +107,7 @@ def only_losses(rank, runs):
 def require_pc(weight, split, orig, gamma, u, v):
     """weight = PC(orig) by a float64 singular value decomposition of each matrix, with s = u^T orig v."""
     batched = [t.detach().double() if split.stack else t.detach().double()[None] for t in (weight, orig, gamma, u, v)]
-    functions = (split.split_weight, split.split_weight, split.split_gamma, split.split_u, split.split_v)
-    matrices = [function(tensor) for function, tensor in zip(functions, batched, strict=True)]
+    matrices = [*map(split.split_weight, batched[:2]), *split.split_vectors(*batched[2:])]
     for after, before, scale, left, right in zip(*matrices, strict=True):
         s = torch.einsum("bn,bnm,bm->b", left, before, right)[:, None]
         x, sigma, yh = torch.linalg.svd(before, full_matrices=False)
@@ -129,7 +129,10 @@ def straight_and_resumed(rank, words):
         0
     ]  # from PC(W), as plain weights
     model = trainer.model_parts[0]
-    rows = [(w.effective, w.split, w.orig, w.gamma_values, w.u, w.v) for w in trainer.preconditioner.weights.values()]
+    rows = [
+        (w.effective, w.split, w.orig, gamma_values(w.split, w.effective, w.gamma), w.u, w.v)
+        for w in trainer.preconditioner.weights.values()
+    ]
     for row in rows:
         require_pc(*row)
     gammas = torch.cat([row[3].detach().flatten() for row in rows])

@@ -14,8 +14,7 @@ import torch
 from helpers import tiny
 from helpers.tiny import ROOT
 from pc import PCConfig, owner
-from pc.method import method_of
-from pc.spectral import power_iteration
+from pc.method import method_of, power_iteration
 
 DEVICE = os.environ.get("PC_GPU_TESTS_ON") or ("cuda" if torch.cuda.is_available() else None)
 pytestmark = pytest.mark.skipif(DEVICE is None, reason="needs a GPU")
@@ -32,7 +31,7 @@ def _passes(precision, device, dtype):
     config = PCConfig(compute_dtype=precision)
     weight, gradient, u, v = (tensor.to(device, dtype) for tensor in (weight, gradient, u, v))
     gamma = torch.full((3, 1), 0.9, device=device, dtype=dtype)
-    effective, *_ = method_of(config).write(weight, gamma, u, v)
+    effective, *_ = method_of(config).evaluate(weight, gamma, u, v)
     pulled = method_of(config).pull_back(weight, gradient, gamma, u, v)
     return [tensor.double().cpu() for tensor in (effective, *pulled)]
 
@@ -72,7 +71,8 @@ def test_batches_are_their_matrices(monkeypatch):
     outputs = [[tuple(torch.empty_like(x) for x in (w, u, v)) for w, _, u, v in items] for _ in range(2)]
     for output, one_by_one in zip(outputs, ((DEVICE,), ()), strict=True):
         monkeypatch.setattr(owner, "ONE_BY_ONE", one_by_one)
-        owner.Plan(items, output, [config] * 4).run(lambda key, *item: method_of(key).write(*item)[:3], items, output)
+        plan = owner.Plan(items, output, [config] * 4)
+        plan.run(lambda key, *item: method_of(key).evaluate(*item)[:3], items, output)
     for one, other in zip(*outputs, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 

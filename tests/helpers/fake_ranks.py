@@ -12,7 +12,7 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pc import preconditioner
+from pc import step
 from pc.shards import shard_gammas, shard_like
 from pc.weight import Weight
 from pc_recipe.config import Config
@@ -60,7 +60,7 @@ def fake_rank(rank: int, world_size: int) -> Iterator[Counts]:
             mock.patch.object(dist, "all_to_all_single", counts.all_to_all),
             mock.patch("pc.api._require_usable"),
             mock.patch.object(Weight, "start", _start_with_shapes),
-            mock.patch.object(preconditioner, "KEPT_BYTES", 0),
+            mock.patch.object(step, "KEPT_BYTES", 0),
         ):
             yield counts
     finally:

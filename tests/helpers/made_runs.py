@@ -14,7 +14,7 @@ from torch import Tensor
 from helpers.tiny import model_args
 from pc import PCConfig, attach, effective_weight, named_weights
 from pc.blocks import BLOCK_SUFFIXES
-from pc.spectral import power_iteration
+from pc.method import power_iteration
 from pc_recipe.files.run_folder import write_state
 from pc_recipe.train.checkpoint_writer import ChecksummedWriter
 from pc_recipe.train.llama2 import Llama2

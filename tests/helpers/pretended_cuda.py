@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from pc import owner
+from pc import assignment
 
 COMPILER = shutil.which("g++")
 GUARD = """
@@ -112,11 +112,11 @@ def pretended_cuda() -> Iterator[Strict]:
         subprocess.run([*command, f"-L{root / 'lib'}", "-lc10"], check=True)
         ctypes.CDLL(str(library))
     # with a mock, an event has happened as soon as it is recorded: the device computes nothing
-    with FakeTensorMode(), mock.patch("torch.Event"), mock.patch.object(owner, "_group_of", _group_of):
+    with FakeTensorMode(), mock.patch("torch.Event"), mock.patch.object(assignment, "_group_on", _group_on):
         yield Strict()
 
 
-def _group_of(*of, group_of=owner._group_of):
+def _group_on(*of, group_on=assignment._group_on):
     """Read the mesh's ranks outside the fake mode: they are in a real tensor."""
     with _disable_current_modes():
-        return group_of(*of)
+        return group_on(*of)

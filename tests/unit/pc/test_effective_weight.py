@@ -3,7 +3,7 @@ import torch
 
 from helpers.toy import leading_vectors
 from pc import PCConfig, effective_weight, maps
-from pc.spectral import power_iteration, spectral_norm_estimate
+from pc.method import power_iteration, spectral_norm_estimate
 
 pytestmark = pytest.mark.fast
 

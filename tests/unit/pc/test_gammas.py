@@ -136,8 +136,8 @@ def test_plans_of_changing_sets_of_weights_do_not_pile_up():
             one.optimizer.step()
             one.optimizer.zero_grad()
             if one is other:
-                one.preconditioner._plans = RecentPlans()  # made anew in each step
-    assert len(loop.preconditioner._plans._plans) == RecentPlans.LIMIT
+                one.preconditioner._step._plans = RecentPlans()  # made anew in each step
+    assert len(loop.preconditioner._step._plans._plans) == RecentPlans.LIMIT
     assert same(loop.model.state_dict(), other.model.state_dict())
 
 

@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import pc
 from helpers.ranks import run_ranks
 from helpers.toy import Loop, same, toy_batch, toy_loss, toy_model
-from pc import owner, preconditioner
+from pc import owner, step
 
 D, F, LAYERS = 7, 10, 2  # of the toy model
 # For each matrix, at level 4: the Gram matrix, p of it, and the quadratic inside p.
@@ -20,11 +20,11 @@ SAVED = 2 * LAYERS * D * D * (D + 3 * F + 4 * 2 * D)
 
 def _train(limit, monkeypatch):
     """Three steps, of which the second lacks the gradient of one weight: the final state, and FLOPs of each pull-back."""
-    monkeypatch.setattr(preconditioner, "KEPT_BYTES", limit)
+    monkeypatch.setattr(step, "KEPT_BYTES", limit)
     loop, flops = Loop(), []
-    for step in range(3):
-        loop.backward(step)
-        if step == 1:
+    for index in range(3):
+        loop.backward(index)
+        if index == 1:
             loop.model[0].attention["wo"].weight.grad = None
         with FlopCounterMode(display=False) as counter:
             loop.preconditioner.pull_back()

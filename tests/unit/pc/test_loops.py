@@ -302,7 +302,7 @@ def test_an_evaluation_in_inference_mode_between_two_optimizers():
     for first, second in (loop.optimizers, loop.optimizers):
         loop.backward()
         loop.pull_back()
-        loop.preconditioner.take_estimates()
+        loop.preconditioner.take_worst()
         first.step()
         with torch.inference_mode():
             loop.model(toy_batch(7))  # writes PC(W)

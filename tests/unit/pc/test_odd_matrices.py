@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from pc import PCConfig, effective_weight
-from pc.method import method_of
-from pc.spectral import initial_vectors, power_iteration
+from pc.method import method_of, power_iteration
+from pc.spectral import initial_vectors
 
 SHAPES = pytest.mark.parametrize("shape", [(12, 20), (20, 12)])
 PASSES = pytest.mark.parametrize("in_graph", [True, False])
@@ -19,7 +19,7 @@ def evaluate(in_graph, weight, steps=10):
     gradient = torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
     config = PCConfig(level=4, power_iterations=steps)
     if not in_graph:
-        result, u, v, *_ = method_of(config).write(weight[None], gamma[None], u[None], v[None])
+        result, u, v, *_ = method_of(config).evaluate(weight[None], gamma[None], u[None], v[None])
         d_weight, d_gamma = method_of(config).pull_back(weight[None], gradient[None], gamma[None], u, v)
         return result[0], d_weight[0], d_gamma[0], u[0], v[0]
     u, v = power_iteration(weight, u, v, steps)

@@ -10,7 +10,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import pc
 from helpers.fake_ranks import Counts, fake_rank, sharded
 from helpers.tiny import ROOT, model_args
-from pc.owner import BUCKET_BYTES, assign, matrix_cost
+from pc.assignment import assign, matrix_cost
+from pc.owner import BUCKET_BYTES
 from pc.preconditioner import Preconditioner
 from pc_recipe.config import load_config
 from pc_recipe.plan.cost import RunCost, step_flops

@@ -5,9 +5,8 @@ import torch
 
 from helpers.toy import leading_vectors
 from pc import PCConfig, effective_weight, maps
-from pc.method import method_of
+from pc.method import method_of, power_iteration, second_start
 from pc.polynomial import gram_matrix
-from pc.spectral import power_iteration, second_opinion
 
 pytestmark = pytest.mark.fast
 
@@ -40,16 +39,16 @@ def test_write_equals_its_definition(level, recovery, with_gamma, shape):
     weight, gamma, u, v, _ = _batch(shape, converged=level == "polar_express")
     config = _config(level, norm_recovery=recovery, power_iterations=3, learnable_gamma=with_gamma)
     found, reach = power_iteration(weight, u, v, 3), method_of(config).reach
-    expected_u, expected_v, _ = second_opinion(weight, gram_matrix(weight), *found, reach)
+    expected_u, expected_v, _ = second_start(weight, gram_matrix(weight), *found, reach)
     gamma = gamma if with_gamma else torch.ones_like(gamma)
     expected = effective_weight(weight, gamma if with_gamma else None, expected_u, expected_v, config)
-    actual, *vectors = method_of(config).write(weight, gamma, u, v)[:3]
+    actual, *vectors = method_of(config).evaluate(weight, gamma, u, v)[:3]
     for mine, reference in zip(vectors, (expected_u, expected_v), strict=True):
         torch.testing.assert_close(mine, reference, rtol=0, atol=1e-13)
     # float64 rounding; the composite's slope of 2e3 at zero amplifies it
     torch.testing.assert_close(actual, expected, rtol=1e-11, atol=1e-11)
     fewer = _config(level, norm_recovery=recovery, power_iterations=2)
-    two_steps = method_of(fewer).write(weight, torch.ones(3, 1), u, v)
+    two_steps = method_of(fewer).evaluate(weight, torch.ones(3, 1), u, v)
     if level != "polar_express":
         assert (two_steps[1] - expected_u).abs().max() > 1e-3  # control: another number of steps
 

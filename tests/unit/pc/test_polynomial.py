@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from pc import maps, polynomial
+from pc.maps import stages
 
 pytestmark = pytest.mark.fast
 
@@ -62,10 +63,10 @@ def test_fewer_products_give_the_same_as_horner_and_autograd(level, shape):
     through_apply = torch.autograd.grad(polynomial.apply(map, matrix), matrix, gradient)[0]
     with torch.no_grad():
         value = polynomial.apply(map, matrix)
-        actual, inner_product, _ = polynomial.vjp(map, matrix, gradient)
-        _, kept = polynomial.apply_and_keep(map, matrix)
-        with_kept, *_ = polynomial.vjp(map, matrix, gradient, kept=kept)
-        wrong, *_ = polynomial.vjp(map, matrix, gradient + 1e-6 * matrix)
+        actual, inner_product, _ = polynomial.vjp(stages(map), matrix, gradient)
+        _, kept = polynomial.apply_and_keep(stages(map), matrix)
+        with_kept, *_ = polynomial.vjp(stages(map), matrix, gradient, kept=kept)
+        wrong, *_ = polynomial.vjp(stages(map), matrix, gradient + 1e-6 * matrix)
     # Float64 rounding, and the composite's slope of 2e3 at zero.
     tolerance = 1e-11 * max(1.0, expected.abs().max())
     torch.testing.assert_close(value, reference, rtol=0, atol=1e-11)

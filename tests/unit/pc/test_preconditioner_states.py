@@ -34,7 +34,7 @@ def test_an_interrupted_write_keeps_w(monkeypatch, then):
     state = copy.deepcopy(loop.model.state_dict())
     loop.backward()
     loop.pull_back()
-    interrupt(monkeypatch, "write", loop.optimizer.step)
+    interrupt(monkeypatch, "evaluate", loop.optimizer.step)
     loop.zero_grad()
     expected = loop.trained()
     reference = Loop(sgd)
@@ -102,7 +102,7 @@ def test_while_an_optimizer_has_yet_to_step_what_is_read_is_pc(read):
         loop.preconditioner.write_pc()
         copy.deepcopy(loop.model)(toy_batch(0))
     elif read == "merge":
-        weights = [(w.effective, w.orig, w.gamma_values) for w in loop.preconditioner.weights.values()]
+        weights = [(w.effective, w.orig, w.gamma) for w in loop.preconditioner.weights.values()]
         pc.merge(loop.model)
         for weight, orig, gamma in weights:
             u, s, v = torch.linalg.svd(orig)

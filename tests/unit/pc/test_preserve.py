@@ -6,8 +6,9 @@ import torch
 import pc
 from helpers.toy import require_pc, toy_batch, toy_loss, toy_model
 from pc import PCConfig, UserError
+from pc.inverse import invert_matrices, smallest_root
 from pc.maps import evaluate, resolve
-from pc.method import method_of, smallest_root
+from pc.method import method_of, power_iteration
 
 pytestmark = pytest.mark.fast
 
@@ -30,12 +31,12 @@ def test_the_weight_comes_back_in_float32_at_the_60m_shapes(level, shape):
     config = PCConfig(level=level, blocks=("o",))
     generator = torch.Generator().manual_seed(0)
     weight = 0.02 * torch.randn(1, *shape, generator=generator)
-    raw, u, v = method_of(config).invert(weight)
+    raw, u, v = invert_matrices(method_of(config), weight)
     effective = pc.effective_weight(raw, torch.ones(1, 1), u, v, config)
     largest = weight.abs().max()
     assert (effective - weight).abs().max() < 3e-6 * largest  # some roundings of float32
     # control: it does not come back with other vectors, nor with another W
-    drawn = (x[None] for x in pc.spectral.power_iteration(raw[0], *pc.spectral.initial_vectors("x", shape), 2))
+    drawn = (x[None] for x in power_iteration(raw[0], *pc.spectral.initial_vectors("x", shape), 2))
     assert (pc.effective_weight(raw, torch.ones(1, 1), *drawn, config) - weight).abs().max() > 1e-3 * largest
     assert (pc.effective_weight(weight, torch.ones(1, 1), u, v, config) - weight).abs().max() > 1e-2 * largest
 

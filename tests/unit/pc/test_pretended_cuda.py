@@ -28,9 +28,9 @@ def _passes(strict):
         config = PCConfig(level=level, compute_dtype=compute_dtype)
         with strict:
             method = method_of(config)
-            written = method.write(weight, gamma, u, v)
+            written = method.evaluate(weight, gamma, u, v)
             pulled_back = method.pull_back(weight, gradient, gamma, u, v)
-            pulled_back += method.pull_back(weight, gradient, gamma, u, v, *written[4:])
+            pulled_back += method.pull_back(weight, gradient, gamma, u, v, written[-1])
         assert {tensor.dtype for tensor in (*written[:3], *pulled_back)} == {torch.float32}
 
 

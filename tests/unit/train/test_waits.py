@@ -14,7 +14,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from helpers import pretended_cuda, tiny
 from helpers.ranks import run_ranks
-from pc_recipe.train.diagnostics import Diagnostics
 from pc_recipe.train.trainer import Trainer
 
 RANKS, MICRO_BATCHES = 8, 3
@@ -56,7 +55,6 @@ def _on_a_fake_gpu():
         for owner, name, value in (
             (cpu, "use_cpu_where_there_is_no_gpu", with_a_device),
             (llama2, "draw_parameter", lambda *_: None),
-            (Diagnostics, "_say_replaced", lambda *_: None),  # it would read values
             (torchtitan.distributed.utils, "set_determinism", lambda *_, **__: None),
             (dims, "build_mesh", without_fakes(dims.build_mesh)),
             (dist, "all_gather_object", gather),

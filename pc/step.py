@@ -1,0 +1,110 @@
+"""The two passes of an optimizer step, on tensors: gradients of PC(W) become those of W and gamma, and PC(W) is written.
+
+Both need full matrices: `pc.owner` gathers each on one rank and sends the results back. This file knows no optimizers, hooks
+or versions; `pc.watch` decides when a pass runs. The way of one gradient and one weight, top to bottom:
+
+    watch        pull_back: may there be gradients of PC(W), and of which weights? then, below
+    step         pull_back: W, the gradient, gamma, u, v of each weight; results go to what is its gradient
+    owner        Plan.run: every shard to its matrix's owner; there, batch by batch
+    splits       WeightSplit.pull_back: a stored weight as matrices
+    method       Method.pull_back: s, and the product through it
+    polynomial   vjp: the product through the map; back up, the results go to the ranks that hold shards
+    watch        the optimizer's step has moved W: once all have stepped,
+    step         write: W, gamma, u, v of each weight; results go into PC(W), u, v
+    owner        Plan.run, the same plan; its batches have kept squares from the write for the pull back
+    splits       WeightSplit.evaluate
+    method       Method.evaluate: Gram matrix, power iteration, second start, s
+    polynomial   apply_and_keep: the map
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from pc.owner import Plan, RecentPlans
+from pc.shards import shards_of, viewed
+from pc.splits import WeightSplit
+from pc.weight import Tensors, gamma_values, require_precision
+
+# The most that a rank keeps from `write` to `pull_back`; it recomputes the rest. Both need more while they run.
+KEPT_BYTES = 256 * 2**20
+
+
+class Step:
+    """Both passes over the weights of a model. Every rank calls each with the same weights.
+
+    Args:
+        splits: by the name of a weight.
+        sharing: ranks that have the same plain weights and gradients, and share the work.
+        replicas: what `DistributedDataParallel` has wrapped: a rank that has joined, with no more batches, shares nothing.
+    """
+
+    def __init__(
+        self,
+        splits: Mapping[str, WeightSplit],
+        sharing: dist.ProcessGroup | None,
+        replicas: Sequence[DistributedDataParallel],
+    ) -> None:
+        self._splits, self._sharing, self._replicas, self._plans = splits, sharing, replicas, RecentPlans()
+
+    def pull_back(
+        self,
+        weights: Mapping[str, Tensors],  # those that have a gradient, by name
+        gradients: Sequence[Tensor],  # of PC(W), sharded as it is; perhaps views of DDP's buckets, so not written to
+    ) -> list[tuple[Tensor, Tensor]]:
+        """For each weight the gradient with respect to W, as stored, and to gamma, [P] or [E P]."""
+        plan, gammas = self._plan(weights, share=True)
+        inputs = [(w.orig, g, gamma, w.u, w.v) for w, g, gamma in zip(weights.values(), gradients, gammas, strict=True)]
+        outputs = [(torch.empty_like(g), torch.empty_like(gamma)) for g, gamma in zip(gradients, gammas, strict=True)]
+        plan.run(WeightSplit.pull_back, inputs, outputs)
+        return [(of_w, viewed(of_g, (of_g.numel(),)) if of_g.ndim > 1 else of_g) for of_w, of_g in outputs]
+
+    def write(
+        self,
+        weights: Mapping[str, Tensors],  # all, by name
+        advance: bool,  # whether u and v advance first
+        share: bool,  # whether all ranks call this now
+    ) -> Tensor:
+        """Write PC(W), and the u and v that it was computed with. Returns the largest ratio of a second start
+        (`pc.method.second_start`), of those that this rank gets, []: above a map's reach u and v were replaced."""
+        self._plans.forget()
+        plan, gammas = self._plan(weights, share)
+        ratios = [torch.empty_like(gamma) for gamma in gammas]
+        inputs = [(w.orig, gamma, w.u, w.v) for w, gamma in zip(weights.values(), gammas, strict=True)]
+        outputs = [(w.effective, w.u, w.v, ratio) for w, ratio in zip(weights.values(), ratios, strict=True)]
+        plan.run(partial(WeightSplit.evaluate, advance=advance), inputs, outputs)
+        (shards,) = shards_of([ratios])
+        return torch.cat([shards[0].new_zeros(1), *(shard.flatten() for shard in shards)]).max()
+
+    def forget(self) -> None:
+        """Drop what was kept of the last write, because W, u or v have changed."""
+        self._plans.forget()
+
+    def _plan(self, weights: Mapping[str, Tensors], share: bool) -> tuple[Plan, list[Tensor]]:
+        """The plan of these weights, made when it is first needed, and their gammas, [P] or [E, P]."""
+        gammas = [gamma_values(self._splits[name], w.effective, w.gamma) for name, w in weights.items()]
+        has_left = any(ddp._join_config.enable for ddp in self._replicas)
+        sharing = self._sharing if share and not has_left else None
+        # `model.double()` makes other weights of the same names
+        key = (sharing, *((name, w.orig.dtype, w.orig.device) for name, w in weights.items()))
+        return self._plans.get(key, partial(self._make_plan, weights, gammas, sharing)), gammas
+
+    def _make_plan(
+        self, weights: Mapping[str, Tensors], gammas: list[Tensor], sharing: dist.ProcessGroup | None
+    ) -> Plan:
+        """For both passes; of fewer weights than are written, for the pull back alone, for which nothing is kept."""
+        for name, w in weights.items():
+            require_precision(name, w.effective)
+        pairs = [*zip(weights.values(), gammas, strict=True)]
+        # the gradient of PC(W) is sharded as PC(W), the ratios as gamma
+        pull_back = [(w.orig, w.effective, gamma, w.u, w.v) for w, gamma in pairs], [(w.orig, g) for w, g in pairs]
+        write = [(w.orig, g, w.u, w.v) for w, g in pairs], [(w.effective, w.u, w.v, g) for w, g in pairs]
+        splits = [self._splits[name] for name in weights]
+        costs = [split.cost for split in splits]
+        if len(weights) < len(self._splits):
+            return Plan(*pull_back, splits, costs, sharing, room=0)
+        return Plan(*write, splits, costs, sharing, others=[pull_back], room=KEPT_BYTES)
