@@ -226,35 +226,42 @@ def _checkpoint(tensors: Tensors) -> Checkpoint:
 
 def _merged(path: Path, base: Path | None) -> Tensors:
     """A LoRA adapter with the model that it changes: W + (alpha / r) B A, and its whole weights in place of the model's."""
-    config = _json(path / "adapter_config.json")
+    config = _plain_lora(path)
     base = base or Path(str(config.get("base_model_name_or_path")))
-    is_plain = config.get("peft_type") == "LORA" and config.get("r") and "lora_alpha" in config
-    more = ("use_dora", "rank_pattern", "alpha_pattern", "layer_replication")
-    if not is_plain or any(map(config.get, more)) or config.get("init_lora_weights", True) not in _FACTORS_ONLY:
-        raise UserError(f"{path}: an adapter other than plain LoRA; save the model after PEFT's merge_and_unload()")
     if not base.is_dir():
         raise UserError(f"{path}: an adapter without its base model; give the base's folder by --base")
     model = _read(base, None)
     files = [file for ending in ("safetensors", "bin") for file in _files(path, f"adapter_model.{ending}")]  # as PEFT
     if not files:
         raise UserError(f"{path}: no adapter_model.safetensors in it")
-    adapter = {
-        k.removeprefix("base_model.model."): e for k, e in _of_files(path.name, files[:1], {}, None).entries.items()
-    }
+    found = _of_files(path.name, files[:1], {}, None).entries
+    adapter = {key.removeprefix("base_model.model."): entry for key, entry in found.items()}
     scale = config["lora_alpha"] / (config["r"] ** 0.5 if config.get("use_rslora") else config["r"])
+    transposed = bool(config.get("fan_in_fan_out"))
     whole, merged = {str(name) for name in config.get("modules_to_save") or ()}, dict(model.entries)
     for key, entry in adapter.items():
-        module, factor, rest = key.rpartition(".lora_A." if ".lora_A." in key else ".lora_B.")
+        module, _, rest = key.rpartition(".lora_A." if ".lora_A." in key else ".lora_B.")
         a, b = (adapter.get(f"{module}.lora_{which}.{rest}") for which in "AB")
         weight = model.entries.get(f"{module}.weight")
-        if factor and weight and a and b:
-            load = partial(_sum, weight, a, b, scale, bool(config.get("fan_in_fan_out")))
-            merged[f"{module}.weight"] = Entry(torch.float32, weight.shape, load)
+        if weight and a and b and weight.shape == (b.shape[0], a.shape[1])[:: -1 if transposed else 1]:
+            merged[f"{module}.weight"] = Entry(
+                torch.float32, weight.shape, partial(_sum, weight, a, b, scale, transposed)
+            )
         elif key in model.entries or whole.intersection(key.split(".")):
             merged[key] = entry
         elif not key.endswith("bias"):
             raise UserError(f"{path}: {key} is not of {base}; save the model after PEFT's merge_and_unload()")
     return Tensors(f"{model.name} with {path.resolve().name}", merged, model.config)
+
+
+def _plain_lora(path: Path) -> dict[str, Any]:
+    """The settings of an adapter that is its factors and nothing else."""
+    config = _json(path / "adapter_config.json")
+    is_plain = config.get("peft_type") == "LORA" and config.get("r") and "lora_alpha" in config
+    more = ("use_dora", "rank_pattern", "alpha_pattern", "layer_replication")
+    if not is_plain or any(map(config.get, more)) or config.get("init_lora_weights", True) not in _FACTORS_ONLY:
+        raise UserError(f"{path}: an adapter other than plain LoRA; save the model after PEFT's merge_and_unload()")
+    return config
 
 
 def _sum(weight: Entry, a: Entry, b: Entry, scale: float, transposed: bool) -> Tensor:

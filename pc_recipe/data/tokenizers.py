@@ -138,6 +138,7 @@ class Tokenizer:
 
     @property
     def is_default(self) -> bool:
+        """Whether it is mistral-common's, under whatever name."""
         return self.sentencepiece == _mistral_model().read_bytes()
 
     @cached_property
@@ -155,10 +156,8 @@ class Tokenizer:
         from transformers import PreTrainedTokenizerFast
 
         model = deepcopy(self._model)  # which transformers changes
-        settings = self._settings(max_length) | {
-            "split_special_tokens": True
-        }  # "</s>" in a text is text, as in training
-        return PreTrainedTokenizerFast(tokenizer_object=model, **settings)
+        # "</s>" in a text is text, as in training
+        return PreTrainedTokenizerFast(tokenizer_object=model, split_special_tokens=True, **self._settings(max_length))
 
     def _settings(self, max_length: int | None) -> dict[str, Any]:
         eos = self._converted.eos
@@ -167,9 +166,8 @@ class Tokenizer:
         settings = {
             "clean_up_tokenization_spaces": False,
             "model_max_length": max_length,
-            "add_prefix_space": letter.startswith(
-                ("▁", "Ġ")
-            ),  # a fact that transformers 4 and llama.cpp take from here
+            # a fact that transformers 4 and llama.cpp take from here
+            "add_prefix_space": letter.startswith(("▁", "Ġ")),
         }
         return {key: value for key, value in (names | settings).items() if value is not None}
 

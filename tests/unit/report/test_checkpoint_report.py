@@ -234,6 +234,7 @@ UNKNOWN = {
     "added rows": "base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta",
     "factor of another's": "base_model.model.model.layers.9.self_attn.o_proj.lora_A.weight",
     "second factor alone": "base_model.model.model.layers.0.self_attn.o_proj.lora_B.weight",
+    "factors of other shapes": "base_model.model.model.layers.0.self_attn.o_proj.lora_A.weight",
     "another base's": "base_model.model.transformer.h.0.attn.weight",
 }
 
@@ -243,7 +244,10 @@ def test_a_tensor_of_an_adapter_that_is_not_used_is_named(kind, tmp_path):
     made("LlamaForCausalLM").save_pretrained(tmp_path / "base")
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(LORA))
-    save_file({UNKNOWN[kind]: torch.ones(4, 4)}, tmp_path / "adapter" / "adapter_model.safetensors")
+    tensors = {UNKNOWN[kind]: torch.ones(4, 4)}
+    if kind == "factors of other shapes":
+        tensors[UNKNOWN[kind].replace("lora_A", "lora_B")] = torch.ones(4, 4)
+    save_file(tensors, tmp_path / "adapter" / "adapter_model.safetensors")
     with pytest.raises(pc.UserError, match=re.escape(UNKNOWN[kind].removeprefix("base_model.model."))):
         measured(tmp_path / "adapter", base=tmp_path / "base")
 
