@@ -205,6 +205,7 @@ class Reader(FileSystemReader):
     def _load_tensor(self, data: io.BytesIO, index: MetadataIndex, file: Path) -> Tensor:
         """The stored part of a tensor that an entry of the index names."""
         entry: Any = self.read_metadata().state_dict_metadata[index.fqn]
+        named = entry.chunks[index.index].sizes, entry.properties.dtype, torch.strided, "cpu"
         try:
             tensor = torch.load(data, map_location="cpu", weights_only=True)
             found: tuple = tensor.size(), tensor.dtype, tensor.layout, tensor.device.type
@@ -212,8 +213,9 @@ class Reader(FileSystemReader):
             if isinstance(error, MemoryError) or "alloc" in str(error):
                 raise DiskFailed(f"{file}: {index.fqn} needs more memory than there is") from None
             found = (type(error).__name__,)
-        if found != (entry.chunks[index.index].sizes, entry.properties.dtype, torch.strided, "cpu"):
-            raise Damaged(f"{file}: {index.fqn} is damaged, or not the tensor that {INDEX} names ({found[0]})")
+        for one, other in zip(found, named, strict=False):
+            if one != other:
+                raise Damaged(f"{file}: {index.fqn} is damaged, or not the tensor that {INDEX} names ({one})")
         return tensor
 
 
