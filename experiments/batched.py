@@ -316,7 +316,7 @@ def train(sweep: Sweep, output: Path, end: float) -> bool:
     configs = [run.resolved for run in runs]
     config, steps, name = configs[0], configs[0].training.steps, sweep.path.stem
     state, data, times = Training(configs, device), batches(configs, device), {0: time.monotonic()}
-    logs: list[list[dict]] = [[] for _ in runs]
+    logs: dict[str, list[dict]] = {run.name: [] for run in runs}
     for step in range(1, steps + 1):
         found = state.advance(next(data))
         if is_due(step, PROGRESS, steps):
@@ -335,11 +335,11 @@ def train(sweep: Sweep, output: Path, end: float) -> bool:
             if is_due(step, config.diagnostics.spectra_freq, steps):
                 numbers |= state.conditions()
             tokens = step * config.training.global_batch_size * config.training.seq_len
-            for i, log in enumerate(logs):
+            for i, log in enumerate(logs.values()):
                 own = {key: values[i].item() for key, values in numbers.items()}
                 finite = {key: value if math.isfinite(value) else None for key, value in own.items()}
                 log.append({"step": step, "tokens": tokens} | finite)
-            rows = [row(run, name, log, device) for run, log in zip(runs, logs, strict=True)]
+            rows = [row(run, name, logs[run.name], device) for run in sweep.runs]  # the reference's first
             lines = "".join(json.dumps(one, allow_nan=False) + "\n" for one in rows)
             write_atomically(output / f"{name}.partial.jsonl", lines)
     (output / f"{name}.partial.jsonl").rename(output / f"{name}.jsonl")

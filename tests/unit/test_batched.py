@@ -93,7 +93,7 @@ def test_rows_are_those_of_an_experiment_and_one_that_diverged_harms_no_other(sw
     }
     file.rename(output / "runs.jsonl")
     [experiment] = evidence.read_experiments(output)
-    assert list(experiment.runs.arm.unique()) == ["level-4", "baseline", "scale"]
+    assert list(experiment.runs.arm.unique()) == ["baseline", "scale", "level-4"]
     assert (experiment.runs.rate[experiment.runs.best] == 1e-2).all()
 
 
