@@ -76,6 +76,13 @@ def main() -> None:
         type=_parse_part,
         help="K/N: do share K = 0 … N-1 of the work (default: that of this SLURM array task, else all)",
     )
+    parser.add_argument(
+        "--engine",
+        choices=("tokenizers", "fastokens"),
+        default="tokenizers",
+        help="what encodes: fastokens is faster, needs `pip install fastokens`, and is compared with tokenizers as it goes "
+        "(default: %(default)s)",
+    )
     options = parser.parse_args()
     options.part = options.part or _default_part()
     if not 0 <= (options.validation_fraction or 0) < 1:

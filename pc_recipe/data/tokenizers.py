@@ -12,10 +12,9 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from functools import cached_property
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -98,22 +97,35 @@ class Tokenizer:
         """Ids to text."""
         return self._model.decode([int(i) for i in ids], skip_special_tokens=False)
 
-    def documents(self, texts: Sequence[str]) -> np.ndarray:
+    @property
+    def content(self) -> bytes:
+        """Its tokenizer.json."""
+        return self._converted.content
+
+    @property
+    def entries(self) -> list[str]:
+        """Its vocabulary."""
+        return list(self._model.get_vocab(with_added_tokens=True))
+
+    def documents(self, texts: Sequence[str], encode: Callable[[Sequence[str]], Sequence] | None = None) -> np.ndarray:
         """Tokens of all texts, each between BOS and EOS [total].
+
+        encode: what encodes them in place of `encode_batch`, to the same ids.
 
         Raises:
             UserError: the tokenizer encodes text as BOS or EOS.
         """
-        encoded = self.encode_batch(texts)
-        for text, ids in zip(texts, encoded, strict=True):
-            if not {self.bos_id, self.eos_id}.isdisjoint(ids):
+        dtype, parts = smallest_dtype(self.vocab_size), []
+        lead, end = np.array([] if self.bos_id is None else [self.bos_id], dtype), np.array([self.eos_id], dtype)
+        for text, encoded in zip(texts, (encode or self.encode_batch)(texts), strict=True):
+            ids = np.asarray(encoded).astype(dtype)
+            if np.isin(ids, [*lead, *end]).any():
                 raise UserError(
                     f"tokenizer {self.name!r}: it encodes the text {text!r:.60} as {self._converted.eos!r} or "
                     f"{self._converted.bos!r}, which separate documents; name other entries in {SETTINGS}"
                 )
-        lead = [] if self.bos_id is None else [self.bos_id]
-        stream = chain.from_iterable((*lead, *ids, self.eos_id) for ids in encoded)
-        return np.fromiter(stream, smallest_dtype(self.vocab_size))
+            parts += [lead, ids, end]
+        return np.concatenate(parts)
 
     def save(self, folder: str | Path, max_length: int | None = None) -> None:
         """Write the files with which `load_tokenizer(folder)` and transformers give the same ids, and the SentencePiece model

@@ -9,18 +9,21 @@ import hashlib
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from functools import lru_cache
+from dataclasses import replace
+from functools import lru_cache, partial
 from itertools import count, islice
 from pathlib import Path
 
 import numpy as np
 
 from pc.errors import UserError
+from pc_recipe.data.fast_encoding import DIFFERS, FASTOKENS, FastEncoder, OtherIds, load_library
 from pc_recipe.data.manifest import SPLITS, TOKENIZER_FOLDER, Manifest, TokenShard
 from pc_recipe.data.sources import BATCH, Unit, read_texts
 from pc_recipe.data.token_files import write_shard
@@ -33,9 +36,12 @@ from pc_recipe.data.tokenizing_job import (
     record_unit,
     write_manifest_if_finished,
 )
+from pc_recipe.files import look
+from pc_recipe.files.atomic import write_atomically
 from pc_recipe.files.own_code import own_code
 from pc_recipe.files.progress import byte_bar
 
+Documents = Callable[[Sequence[str]], np.ndarray]
 LARGEST_SHARD = 2
 """A shard is cut at this many times --shard-megabytes of text. So a unit of work that holds more, such as one huge file,
 becomes several shards, which bounds the memory of a process."""
@@ -53,6 +59,7 @@ def tokenize(
     max_documents: int | None = None,
     processes: int = 1,
     part: tuple[int, int] = (0, 1),
+    engine: str = "tokenizers",
 ) -> Manifest | None:
     """Create the token shards of `sources` in `output`, or continue an interrupted run.
 
@@ -64,6 +71,7 @@ def tokenize(
         shard_megabytes: text per shard.
         max_documents: only this many, the first of the first file.
         part: (k, n) processes part k of n.
+        engine: "tokenizers", or "fastokens" as long as it gives the same ids (`fast_encoding`).
 
     Returns:
         The manifest once all parts are done, else None.
@@ -75,10 +83,14 @@ def tokenize(
         "shard_megabytes": shard_megabytes,
         "max_documents": max_documents,
     }
+    if engine == FASTOKENS:
+        load_library()
     sources = [sources] if isinstance(sources, str) else list(sources)
     job = open_job(Path(output), sources, load_tokenizer(tokenizer), settings)
     k, n = part
     unfinished = [unit for unit in job.units[k::n] if read_finished(job, unit) is None]
+    if engine == FASTOKENS and unfinished:
+        job = replace(job, fast=_is_equal_so_far(job, unfinished))
     if processes == 1 or len(unfinished) < 2:
         with byte_bar(sum(unit.text_bytes for unit in unfinished), "tokenising") as bar:
             for unit in unfinished:
@@ -128,24 +140,55 @@ def _start_process() -> None:
     threading.Thread(target=follow, daemon=True).start()
 
 
+def _is_equal_so_far(job: TokenizingJob, units: list[Unit]) -> bool:
+    """Whether fastokens gives the ids of `tokenizers` for what is compared before the first unit."""
+    try:
+        texts = (text for unit in units for text in read_texts(unit, job.settings["text_key"], Counter(), Counter()))
+        FastEncoder(_load_once(job.output / TOKENIZER_FOLDER, job.tokenizer.sha256)).check(texts)
+    except OtherIds as error:
+        _give_up(job, error)
+    return not look.is_there(job.output / DIFFERS)
+
+
+def _give_up(job: TokenizingJob, error: OtherIds) -> None:
+    write_atomically(job.output / DIFFERS, f"{error}\n")
+    print(f"{error}: tokenizers encodes this unit and the rest of the job", file=sys.stderr)
+
+
 def tokenize_unit(job: TokenizingJob, unit: Unit, advance: Callable[[int], object] = lambda characters: None) -> None:
     """Write the unit's shards and its record; `advance` is called with the number of characters of each batch."""
-    settings, replaced, left_out = job.settings, Counter[str](), Counter[str]()
     tokenizer = _load_once(job.output / TOKENIZER_FOLDER, job.tokenizer.sha256)
+    if job.fast and not look.is_there(job.output / DIFFERS):
+        fast = _load_fast_once(tokenizer)
+        fast.start_unit()
+        try:
+            return _tokenize_unit(job, unit, advance, partial(tokenizer.documents, encode=fast.encode_batch))
+        except OtherIds as error:
+            _give_up(job, error)
+    _tokenize_unit(job, unit, advance, tokenizer.documents)
+
+
+def _tokenize_unit(job: TokenizingJob, unit: Unit, advance: Callable[[int], object], documents: Documents) -> None:
+    settings, replaced, left_out = job.settings, Counter[str](), Counter[str]()
     texts = islice(read_texts(unit, settings["text_key"], replaced, left_out), settings["max_documents"])
     shards: dict[str, list[TokenShard]] = {split: [] for split in SPLITS}
     for number in count():
-        encoded = _encode(texts, tokenizer, settings, advance)
+        encoded = _encode(texts, documents, settings, advance)
         if not any(encoded.values()):
             break
         name = f"{unit.number:05d}-{number}" if number else f"{unit.number:05d}"
         for split, batches in encoded.items():
             if batches:
                 tokens = np.concatenate(batches)
-                documents = int(np.count_nonzero(tokens == tokenizer.eos_id))
-                shards[split].append(write_shard(job.output, split, name, tokens, documents))
+                ends = int(np.count_nonzero(tokens == job.tokenizer.eos_id))
+                shards[split].append(write_shard(job.output, split, name, tokens, ends))
     job.require_unmodified(unit.groups)
     record_unit(job, unit, UnitRecord(job.sha256, shards, dict(replaced), dict(left_out)))
+
+
+@lru_cache(maxsize=1)
+def _load_fast_once(tokenizer: Tokenizer) -> FastEncoder:
+    return FastEncoder(tokenizer)
 
 
 @lru_cache(maxsize=1)  # for all units of a process
@@ -154,7 +197,7 @@ def _load_once(folder: Path, sha256: str) -> Tokenizer:
 
 
 def _encode(
-    texts: Iterator[str], tokenizer: Tokenizer, settings: dict, advance: Callable[[int], object]
+    texts: Iterator[str], documents: Documents, settings: dict, advance: Callable[[int], object]
 ) -> dict[str, list[np.ndarray]]:
     """Tokens of the next texts, enough for a shard: {split: one array [total] per batch}; no arrays after the last text."""
     encoded: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
@@ -164,7 +207,7 @@ def _encode(
             break
         for split, some in split_by_hash(batch, settings["validation_share"]).items():
             if some:
-                encoded[split].append(tokenizer.documents(some))
+                encoded[split].append(documents(some))
         characters += sum(map(len, batch))
         advance(sum(map(len, batch)))
     return encoded

@@ -90,6 +90,8 @@ class TokenizingJob:
     units: list[Unit]
     modified: dict[str, int]
     """{local file: its `_last_change` when the job began}; empty once all is tokenised."""
+    fast: bool = False
+    """Whether this command encodes by fastokens."""
 
     def require_unmodified(self, files: Iterable[str]) -> None:
         """Raise a `UserError` for a local file that was changed since the job began; a deleted one is accepted."""
