@@ -66,6 +66,7 @@ def _draw_arms(axes) -> None:
     axes.axvline(0, color="black", linewidth=0.8)
     axes.set_yticks(range(len(order)), [ARMS[arm] for arm in order])
     axes.invert_yaxis()
+    axes.locator_params("x", nbins=5)
     axes.set_xlabel("loss minus AdamW's (nats per byte)")
     axes.set_title("at 20 tokens per parameter", fontsize=9, loc="left")
     for place, (color, name) in enumerate(((GPU, "one H100"), (CPU, "CPUs"))):
