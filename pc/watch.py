@@ -148,7 +148,7 @@ class Watch:
 
     def _pull_back(self, used: dict[str, Tensors], held: set[int]) -> None:
         """`held`: the ids of each W and gamma that a followed optimizer holds."""
-        for name, (_, orig, gamma, *_others) in used.items():
+        for name, (effective, orig, gamma, *_others) in used.items():
             if not orig.requires_grad and not (gamma is not None and gamma.requires_grad):
                 raise UserError(
                     f"{name} has gradients, but its W and gamma are frozen: unfreeze the module, which has all three, "
@@ -156,6 +156,11 @@ class Watch:
                 )
             if self._hooks and orig.requires_grad and id(orig) not in held:
                 raise UserError(f"{name} was unfrozen; call preconditioner.follow(optimizer) first")
+            if effective.grad is not None and effective.grad.requires_grad:
+                raise UserError(
+                    f"the gradient of {name} has a graph, by backward(create_graph=True), but that of W can have none: methods "
+                    "of second order cannot train weights with PC"
+                )
         gradients: list[Any] = [one.effective.grad for one in used.values()]
         found = self._step.pull_back(used, gradients)
         for one, of_both in zip(used.values(), found, strict=True):

@@ -366,3 +366,12 @@ def test_steps_in_the_backward_pass_are_refused():
     for parameter, optimizer in optimizers.items():
         parameter.register_post_accumulate_grad_hook(lambda _, step=optimizer.step: step())
     require_refused(NOT_PULLED_BACK, toy_loss(model, toy_batch(0)).backward)
+
+
+def test_gradients_with_a_graph_are_refused():
+    """As AdaHessian and Sophia differentiate again."""
+    loop = Loop(sgd)
+    toy_loss(loop.model, toy_batch(0)).backward(create_graph=True)
+    require_refused(
+        "0.attention.wo has a graph, by backward(create_graph=True), but that of W can have none", loop.pull_back
+    )
