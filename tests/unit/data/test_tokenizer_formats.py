@@ -36,7 +36,7 @@ from pc_recipe.data.tokenizing import tokenize
 from pc_recipe.files.wheel import download_wheel
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
-REAL = [text for file in sorted(DOCS.glob("*.md"))[:6] for text in file.read_text().split("\n\n")]
+REAL = [text for file in sorted(DOCS.glob("*.md"))[:6] for text in file.read_text().split("\n\n") if text]
 ODD = [
     " ", "  two in front", "a  b   c    d     e", "line\n\nline\ttab\r\n \n", "trailing   ", "\x00", "\ufffd",
     "naïve café, Ωμέγα, Привет, 漢字漢字, שלום, 🙂👩‍👩‍👧", "ﬁ ½ Ａ \u00a0 \u200b \u3000 e\u0301 ſ", "3.14159 + 2_000 = x**2; 1234567",
