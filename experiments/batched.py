@@ -17,9 +17,10 @@ import json
 import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -106,8 +107,8 @@ class Group:
     names: list[str]
     u: Tensor
     v: Tensor
-    rest: list[Tensor] = field(default_factory=list)
-    """further tensors of `Method.write`"""
+    kept: Any = ()
+    """what `Method.evaluate` keeps for the pull back"""
 
 
 class Training:
@@ -180,7 +181,7 @@ class Training:
         for group in self.groups:
             weights = [f"{name}.weight" for name in group.names]
             raw, gamma = self._of(self.trained, weights), self._of(self.trained, group.names)
-            result, group.u, group.v, _, *group.rest = group.method.write(raw, gamma, group.u, group.v)
+            result, group.u, group.v, _, group.kept = group.method.evaluate(raw, gamma, group.u, group.v)
             self._into(self.used, weights, result)
 
     def advance(self, tokens: Tensor) -> Tensor:
@@ -194,7 +195,7 @@ class Training:
                 weights = [f"{name}.weight" for name in group.names]
                 raw, gamma = self._of(self.trained, weights), self._of(self.trained, group.names)
                 of_used = self._of(gradients, weights)
-                of_raw, of_gamma = group.method.pull_back(raw, of_used, gamma, group.u, group.v, *group.rest)
+                of_raw, of_gamma = group.method.pull_back(raw, of_used, gamma, group.u, group.v, group.kept)
                 self._into(gradients, weights, of_raw)
                 gradients |= {name: torch.zeros(self.number, 1, device=self.device) for name in group.names}
                 self._into(gradients, group.names, of_gamma)
