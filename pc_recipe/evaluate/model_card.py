@@ -99,7 +99,8 @@ def model_card(
 def _for_llama_cpp(tokenizer: Tokenizer) -> str:
     """What its converter makes of the tokenizer."""
     if tokenizer.sentencepiece is not None:
-        return "`convert_hf_to_gguf.py` takes `tokenizer.model`, and gives the same ids"
+        bos = ", but llama.cpp then puts a BOS in front of a text, which this tokenizer does not have"
+        return f"`convert_hf_to_gguf.py` takes `tokenizer.model`{bos * (tokenizer.bos_id is None)}"
     if tokenizer.has_byte_fallback:
         return (
             "`convert_hf_to_gguf.py` cannot take the merges of this `tokenizer.json`, and gives other ids, as to two spaces. "

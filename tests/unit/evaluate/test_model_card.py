@@ -58,19 +58,21 @@ def test_the_card_of_a_run(run, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "kind", ["the default", "another SentencePiece", "SentencePiece without its file", "byte-level"]
+    "kind", ["the default", "another SentencePiece", "no BOS", "SentencePiece without its file", "byte-level"]
 )
 def test_a_card_says_what_llama_cpp_makes_of_the_tokenizer(kind, tmp_path):
     given = "mistral-common"
     if kind == "byte-level":
         given = make_tokenizer(tmp_path / "given")
     elif kind != "the default":
-        load_tokenizer(make_sentencepiece(tmp_path / "given.model")).save(given := tmp_path / "given")
+        options = {"bos_id": -1} if kind == "no BOS" else {}
+        load_tokenizer(make_sentencepiece(tmp_path / "given.model", **options)).save(given := tmp_path / "given")
         if "without" in kind:
             (given / "tokenizer.model").unlink()
     run = make_run(tmp_path / "run", tmp_path / "gone", None, "tiny", vocab_size=32_000)
     card = (hugging_face.export(run.checkpoint, tmp_path / "out", tokenizer=str(given)) / "README.md").read_text()
-    has_file = kind in ("the default", "another SentencePiece")
+    has_file = kind in ("the default", "another SentencePiece", "no BOS")
+    assert ("llama.cpp then puts a BOS in front" in card) == (kind == "no BOS")
     assert has_file == (tmp_path / "out" / "tokenizer.model").exists() == ("takes `tokenizer.model`" in card)
     assert ("copyright 2024 Mistral AI, under the [Apache License 2.0]" in card) == (kind == "the default")
     assert ("gives other ids, as to two spaces" in card) == (kind == "SentencePiece without its file")
