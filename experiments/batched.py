@@ -186,9 +186,7 @@ class Training:
 
     def advance(self, tokens: Tensor) -> Tensor:
         """A step on [S, B, T + 1]; the losses [S] before it."""
-        dtype = getattr(torch, self.config.training.mixed_precision_param)
-        with torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32):
-            found = self.losses(self.used, tokens, self.heads, self.rotation)
+        found = self._losses(tokens)
         gradients = dict(zip(self.used, torch.autograd.grad(found.sum(), list(self.used.values())), strict=True))
         with torch.no_grad():
             for group in self.groups:
@@ -202,6 +200,11 @@ class Training:
             self._adamw(torch.cat([gradients[name].flatten(1) for name in self.trained], 1))
         self._write()
         return found.detach()
+
+    def _losses(self, tokens: Tensor) -> Tensor:
+        dtype = getattr(torch, self.config.training.mixed_precision_param)
+        with torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32):
+            return self.losses(self.used, tokens, self.heads, self.rotation)
 
     def _adamw(self, gradient: Tensor) -> None:
         """torch's AdamW on [S, N], after clipping each run's gradient by its own norm."""
@@ -235,7 +238,7 @@ class Training:
         for inputs, labels in loader:
             rows = (labels >= 0).all(1)  # the last batch is filled up
             tokens = torch.cat([inputs["input"][rows], labels[rows, -1:]], dim=1).to(self.device)
-            total += self.losses(self.used, tokens.expand(runs, -1, -1), self.heads, self.rotation) * len(tokens)
+            total += self._losses(tokens.expand(runs, -1, -1)) * len(tokens)
             number += len(tokens)
         return total / number
 
