@@ -15,7 +15,7 @@ folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 cd "$folder" || exit 2
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONWARNINGS=ignore
-python3 -m venv . && bin/pip install -q --no-compile ${PACKAGES:-torch==2.13.0} >pip.log 2>&1 ||
+python3 -m venv . && bin/pip install -q --no-compile ${PACKAGES:-torch==2.13.0 numpy==2.3.5} >pip.log 2>&1 ||
     { tail -n 1 pip.log >&2; exit 2; }
 cat >observe.py <<'EOF'
 import sys
