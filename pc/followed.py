@@ -9,17 +9,15 @@ from torch import nn
 from torch.optim import Optimizer
 
 from pc.errors import UserError
+from pc.moved import MAKE_IT_LATER
 from pc.shards import local
 from pc.watch import Parameters, Watch
 from pc.weight import Weight
 
 CALLERS = ("accelerate.", "lightning.", "pytorch_lightning.")
 """Packages whose wrappers of optimizers only call them."""
-MAKE_IT_LATER = (
-    "call preconditioner = pc.precondition(model) first, make it from model.parameters(), and call "
-    "preconditioner.write_pc() after each step"
-)
-"""What an optimizer needs that cannot be followed."""
+EXCHANGES = ("eval", "train")
+"""Methods of schedule-free optimizers, which exchange W for its average and back."""
 
 
 def unwrapped(optimizers: Iterable[Any]) -> list[Optimizer]:
@@ -89,12 +87,15 @@ def join(weights: Iterable[Weight], given: Iterable[Any], preconditioner: Watch)
             _set_parameters(group, wanted, Parameters([p for p, _ in wanted], preconditioner))
         if not hasattr(optimizer.zero_grad, "without_pc"):
             optimizer.zero_grad = _clearing(optimizer.zero_grad, weights)  # type: ignore[method-assign]
+            _write_after_exchanges(optimizer, preconditioner)
     return optimizers
 
 
 def leave(weights: Iterable[Weight], optimizer: Optimizer) -> None:
     """Undo `join`."""
-    optimizer.zero_grad = optimizer.zero_grad.without_pc  # type: ignore[method-assign, attr-defined]
+    for name in ("zero_grad", *EXCHANGES):
+        if own := getattr(getattr(optimizer, name, None), "without_pc", None):
+            setattr(optimizer, name, own)
     gammas = {id(w.gamma) for w in weights}
     for group in optimizer.param_groups:
         given = []
@@ -145,6 +146,33 @@ def _clearing(zero_grad: Callable, weights: list[Weight]) -> Callable:
 
     both.without_pc = zero_grad  # type: ignore[attr-defined]
     return both
+
+
+def _write_after_exchanges(optimizer: Any, preconditioner: Watch) -> None:
+    """Write PC(W) after `eval` and `train` if they have exchanged W."""
+    last: list[tuple] = []  # the last call
+    running: list[Callable] = []
+
+    def wrapped(exchange: Callable) -> Callable:
+        @wraps(exchange)
+        def with_pc(*args, **kwargs) -> Any:
+            if running:  # one of the two may call the other
+                return exchange(*args, **kwargs)
+            call = exchange.__name__, args, kwargs
+            is_repeated, last[:] = last == [call], [call]  # trainers call `train` in every step
+            running.append(exchange)
+            try:
+                with preconditioner.exchange(looks=not is_repeated):
+                    return exchange(*args, **kwargs)
+            finally:
+                running.clear()
+
+        with_pc.without_pc = exchange  # type: ignore[attr-defined]
+        return with_pc
+
+    for name in EXCHANGES:
+        if callable(exchange := getattr(optimizer, name, None)):
+            setattr(optimizer, name, wrapped(exchange))
 
 
 def find_groups(

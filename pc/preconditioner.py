@@ -66,6 +66,7 @@ class Preconditioner(Watch):
     def __init__(self, models: list[nn.Module], process_group: dist.ProcessGroup | None = None) -> None:
         modules = [module for model in models for module in model.modules()]
         weights = {name: weight for model in models for name, weight in named_weights(model)}
+        had_w = any(weight.orig is not None for weight in weights.values())
         for weight in weights.values():
             if weight.orig is None:
                 weight.start()
@@ -78,7 +79,10 @@ class Preconditioner(Watch):
         _live.add(self)
         unfollowed = register_optimizer_step_pre_hook(partial(_require_w, weakref.ref(self)))
         self._stop_asking = weakref.finalize(self, unfollowed.remove)
-        if remove_guards(modules):  # `pc.attach` puts them on weights that do not hold PC(W)
+        # `pc.attach` puts guards on weights that do not hold PC(W), and a copy may be an average of PC(W) and of W
+        if remove_guards(modules) or (
+            had_w and not self._step.has_written({name: weight.tensors() for name, weight in weights.items()})
+        ):
             self._write(advance=True, share=True)
 
     def __reduce__(self):

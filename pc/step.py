@@ -22,16 +22,18 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pc.owner import Plan, RecentPlans
-from pc.shards import shards_of, viewed
+from pc.shards import on_any_rank, shards_of, viewed
 from pc.splits import WeightSplit
 from pc.weight import Tensors, gamma_values, require_precision
 
 # The most that a rank keeps from `write` to `pull_back`; it recomputes the rest. Both need more while they run.
 KEPT_BYTES = 256 * 2**20
+# Of the norm of PC(W), as loaded: four times what tf32 changes (docs/performance.md#precision).
+TOLERANCE = 2e-3
 
 
 class Step:
@@ -79,6 +81,24 @@ class Step:
         plan.run(partial(WeightSplit.evaluate, advance=advance), inputs, outputs)
         (shards,) = shards_of([ratios])
         return torch.cat([shards[0].new_zeros(1), *(shard.flatten() for shard in shards)]).max()
+
+    @torch.inference_mode(False)  # as `pc.precondition`; an evaluation may ask
+    @torch.no_grad()
+    def has_written(
+        self,
+        weights: Mapping[str, Tensors],  # all, by name
+    ) -> bool:
+        """Whether each PC(W) is what its W, gamma, u and v give: computed anew, in a wait for the device."""
+        anew = {
+            name: w._replace(effective=nn.Parameter(w.effective.detach().clone(), False), u=w.u.clone(), v=w.v.clone())
+            for name, w in weights.items()
+        }
+        self.write(anew, advance=False, share=False)
+        differences = []
+        for w, other in zip(weights.values(), anew.values(), strict=True):
+            ((found, right),) = shards_of([(w.effective.detach(), other.effective.detach())])
+            differences.append((found - right).norm() > TOLERANCE * right.norm())
+        return not on_any_rank(torch.stack(differences), [w.orig for w in weights.values()]).any()
 
     def forget(self) -> None:
         """Drop what was kept of the last write, because W, u or v have changed."""

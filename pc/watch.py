@@ -22,6 +22,7 @@ nothing new for those that wait. `pull_back` is linear in the gradient, so one c
 sum of the backward passes of `pc.PCLinear`. Both passes go on in `pc.step`.
 """
 
+import contextlib
 import threading
 from collections.abc import Iterable, Iterator
 from enum import Enum
@@ -36,7 +37,8 @@ from torch.utils.hooks import RemovableHandle
 
 from pc.errors import UserError
 from pc.guard import COPIED_EARLY, Guard
-from pc.shards import shards_of
+from pc.moved import Moves
+from pc.shards import on_any_rank, shards_of
 from pc.step import Step
 from pc.weight import Tensors, Weight, require_in_place
 
@@ -72,7 +74,7 @@ class Parameters(list):
         self.preconditioner = preconditioner
 
     def __iter__(self) -> Iterator[nn.Parameter]:
-        self.preconditioner.require_pulled_back()
+        self.preconditioner.before_walk()
         return super().__iter__()
 
     def __reduce_ex__(self, _):
@@ -98,8 +100,11 @@ class Watch:
         """on these modules, while PC(W) is older than W"""
         self._is_saving = False
         """whether an optimizer's state dict is being made, which may happen between micro-batches"""
+        self._runs_closure = False
+        """whether the closure of a step is running, in which gradients are pulled back when they are needed"""
         self._worst: Tensor | None = None
         """the largest ratio of a second start on this rank since the last `take_worst`"""
+        self._moves = Moves(weights)
         self._lock = threading.RLock()  # a thread may evaluate while a step is taken
         self._set(State(Phase.WRITTEN))
 
@@ -107,6 +112,8 @@ class Watch:
         """Take this as the state, with the tensors as they are, after a write, a load or a step."""
         self._state = state
         self._noted = self._versions()
+        if state.phase in (Phase.WRITTEN, Phase.PULLED_BACK):
+            self._moves.note_written()
         if state.phase is not Phase.MOVED:
             while self._guards:
                 self._guards.pop().remove()
@@ -134,6 +141,7 @@ class Watch:
                     "call preconditioner.write_pc() before the forward pass; for an optimizer made later, "
                     "call preconditioner.follow(optimizer)"
                 )
+            self._moves.look()
             if not all(ddp.require_backward_grad_sync for ddp in self._replicas):
                 raise UserError("pull_back() within no_sync(): call it after the backward pass that averages gradients")
             used = {name: w.tensors() for name, w in self.weights.items() if w.effective.grad is not None}
@@ -206,6 +214,13 @@ class Watch:
         return any(weight.effective.grad is not None for weight in self.weights.values())
 
     @torch.compiler.disable
+    def before_walk(self) -> None:
+        """Called before iterating over the parameters of an optimizer's group. A closure may clip gradients there."""
+        if self._runs_closure and self.has_gradients():
+            self.pull_back()
+        self.require_pulled_back()
+
+    @torch.compiler.disable
     def require_pulled_back(self) -> None:
         """Raise a `UserError` if there are gradients of PC(W)."""
         if not self._is_saving and self.has_gradients():
@@ -241,6 +256,7 @@ class Watch:
             if optimizer not in waiting or not has_rate(optimizer):
                 return
         self._state = State(phase, waiting, optimizer)
+        self._moves.before_step(optimizer)
 
     def _run_closure(self, closure: Any, optimizer: Optimizer, waits: bool) -> Any:
         """`closure` with PC(W) of what W is now, and with gradients pulled back.
@@ -254,8 +270,12 @@ class Watch:
             # u and v advance, unless only others have moved W: then the end of this step advances them
             self._write(advance=not (is_behind and waits), share=False)
         waiting = self._state.waiting
-        with torch.enable_grad():
-            loss = closure()
+        self._runs_closure = True
+        try:
+            with torch.enable_grad():
+                loss = closure()
+        finally:
+            self._runs_closure = False
         if self.has_gradients():
             self.pull_back()
         if optimizer in waiting:
@@ -269,12 +289,15 @@ class Watch:
         if stepping is not optimizer:
             self._noted = self._versions()
             return
+        wrong = self._moves.after_step(optimizer)
         # it stays `stepping`, because a subclass may move W after its parent's step, which has hooks of its own
         self._state = State(phase, waiting - {optimizer}, optimizer)
         if self._state.waiting:
             self._set(self._state._replace(phase=Phase.MOVED))
         else:
             self._write(advance=True, share=True)
+        if wrong:
+            raise UserError(wrong)
 
     def _holders(self) -> dict[Optimizer, set[int]]:
         """The followed optimizers that hold a W or gamma now, with the ids of those; they may get others later."""
@@ -296,9 +319,26 @@ class Watch:
 
     def _note_followed(self) -> None:
         """After other optimizers are followed: who has yet to step in the step that has begun."""
+        self._moves.start_again()
         phase, waiting, _ = self._state
         followed = self._holders().keys()
         self._state = State(phase, frozenset(followed if phase is Phase.PULLED_BACK else waiting & followed))
+
+    @contextlib.contextmanager
+    def exchange(self, looks: bool) -> Iterator[None]:
+        """Around `eval` or `train` of a schedule-free optimizer, which exchange W for its average, or do nothing: if they did,
+        PC(W) is written. `looks`: by W's values, which waits for the device; else by version counters."""
+        with self._lock:
+            self._find_changes()  # by others
+            before = self._moves.prints() if looks else None
+            yield
+            if before is None:
+                return self.write_if_stale()
+            has_moved = (before != self._moves.prints()).any()[None]
+            if on_any_rank(has_moved, [w.orig for w in self.weights.values()]).any():
+                self._write(advance=True, share=False)
+            else:
+                self._noted = self._versions()
 
     def _versions(self) -> list[list[Any]]:
         """For each weight, numbers that change when PC(W), when W or gamma, and when u is written to."""
@@ -316,11 +356,12 @@ class Watch:
         """Find by version counters which of `weight`, W with gamma, and u have changed since they were noted, and draw the
         conclusion:
 
-            all three                  a state was loaded, so `weight` is PC(W)
+            all three                  a state was loaded, if `weight` is PC(W); else somebody has changed W
             W or gamma, not `weight`   somebody changed it, so PC(W) is older
             `weight`, but not all      an error, unless PC(W) is older and will be written anyway
 
-        Fused optimizers do not move the counters. Hooks see the steps of those that are followed.
+        Neither fused optimizers nor changes through `.data` move the counters: `pc.moved` finds them by values, a step later.
+        Hooks see the steps of those that are followed.
 
         Raises:
             UserError: PC(W) alone has changed, a weight is not where it was, or the model has no PC any more.
@@ -340,12 +381,12 @@ class Watch:
                     "and call preconditioner.write_pc(); after loading plain weights, call preconditioner.restart(); after "
                     "swapping averages back, preconditioner.note_loaded(); and give pc.precondition all optimizers"
                 )
-        if any(trained and not effective for effective, trained, _ in changes):
+        if any(map(all, changes)) and self._step.has_written(
+            {name: weight.tensors() for name, weight in self.weights.items()}
+        ):
+            self._set(State(Phase.WRITTEN) if all(map(all, changes)) else self._state)
+        elif any(trained for _, trained, _ in changes):
             self._state = self._state._replace(phase=Phase.MOVED)
-        if any(map(all, changes)):
-            self._step.forget()
-        if all(map(all, changes)):
-            self.note_loaded()
         self._noted = self._versions()
 
 

@@ -9,6 +9,8 @@ from typing import Any
 from lightning.pytorch import Callback
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from pc.errors import UserError
 from pc.integrations import has_pc, started
@@ -33,6 +35,21 @@ class PCCallback(Callback):
         if has_pc(pl_module) and not trainer.strategy.restore_checkpoint_after_setup:
             pl_module.to(trainer.strategy.root_device)
             self._start(trainer, pl_module)
+            if stage == TrainerFn.FITTING:
+                self._follow_what_is_made(pl_module)
+
+    def _follow_what_is_made(self, pl_module) -> None:
+        """Follow the optimizers before `on_fit_start`: tools that look for a rate or a batch size save their states earlier,
+        and take this callback out while they try steps. Their steps pull back in the closure."""
+        configure = pl_module.configure_optimizers
+
+        def configured() -> Any:
+            del pl_module.configure_optimizers  # this function
+            made = configure()
+            self.preconditioner.follow(*(one for one in tree_leaves(made) if isinstance(one, Optimizer)))
+            return made
+
+        pl_module.configure_optimizers = configured
 
     def on_fit_start(self, trainer, pl_module) -> None:
         if self.preconditioner is None and not trainer.strategy.restore_checkpoint_after_setup:

@@ -5,6 +5,7 @@ import peft
 import pytest
 import torch
 from accelerate import Accelerator
+from lightning.pytorch.tuner import Tuner
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
@@ -119,6 +120,40 @@ def test_a_trainer_that_makes_its_model_anew(tmp_path):
     trainer.evaluate()
 
 
+class ScheduleFree(torch.optim.SGD):
+    """`eval` puts an average in W's place, `train` puts W back; called twice, they do nothing."""
+
+    is_training = True
+
+    def train(self):
+        self.switch(True)
+
+    def eval(self):
+        self.switch(False)
+
+    @torch.no_grad()
+    def switch(self, is_training):
+        if is_training != self.is_training:
+            self.is_training = is_training
+            for p in self.param_groups[0]["params"]:
+                p.mul_(2.0 if is_training else 0.5)
+
+
+def test_a_trainer_with_a_schedule_free_optimizer(tmp_path):
+    """Trainer calls `eval` in an evaluation, and `train` in every step; nobody can call `write_pc` between."""
+    trainer = make_trainer(tmp_path, eval_strategy="steps", eval_steps=2)
+    trainer.optimizer = ScheduleFree(trainer.model.parameters(), lr=1e-2)
+    trainer.train()
+    first, second = (trainer.evaluate()["eval_loss"] for _ in range(2))
+    assert first == second
+    require_pc(trainer.preconditioner, 1e-5)  # float32
+    saved = load_file(tmp_path / "checkpoint-2" / "model.safetensors")  # after an evaluation
+    loaded = make_trainer(tmp_path).model
+    preconditioner = pc.precondition(loaded)
+    loaded.load_state_dict(saved, strict=False)
+    require_pc(preconditioner, 1e-5)
+
+
 class Net(lightning.LightningModule):
     def __init__(self):
         super().__init__()
@@ -199,6 +234,35 @@ def test_lightning_by_hand_and_a_callback_for_two_modules():
         module = ByHand()
         lightning_trainer(callback, max_epochs=1).fit(module)
         require_near(trained(callback.preconditioner), loop.trained())
+
+
+class Tuned(Net):
+    def __init__(self):
+        super().__init__()
+        self.batch_size, self.losses = 1, []
+
+    def training_step(self, batch, index):
+        loss = super().training_step(batch, index)
+        self.losses.append(loss.detach())
+        return loss
+
+
+@pytest.mark.parametrize("clip", [None, 0.01])
+def test_a_tuner_that_takes_callbacks_out_while_it_tries_steps(tmp_path, clip):
+    module, loop = Tuned(), Loop(sgd)
+    trainer = lightning_trainer(PCCallback(), max_epochs=1, gradient_clip_val=clip, default_root_dir=tmp_path)
+    Tuner(trainer).scale_batch_size(module, max_trials=1, steps_per_trial=3)
+    assert same(module.net.state_dict(), loop.model.state_dict())  # restored
+    trainer.fit(module)
+    expected = []
+    for batch in range(3):
+        expected.append(loop.backward(batch))
+        loop.pull_back()
+        if clip:
+            torch.nn.utils.clip_grad_norm_(loop.model.parameters(), clip)
+        loop.update()
+    assert module.losses[:3] == expected and module.losses[-3:] == expected
+    assert same(module.net.state_dict(), loop.model.state_dict())
 
 
 class Rivals(ByHand):

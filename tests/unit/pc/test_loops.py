@@ -115,6 +115,20 @@ def by_clipping_closures(loop, batches):
     loop.refresh()
 
 
+def by_closures_that_clip_in_groups(loop, batches):
+    """As in Lightning, without its callbacks."""
+
+    def closure():
+        loop.zero_grad()
+        for batch in batches:
+            loop.backward(batch)
+        for group in loop.optimizers[0].param_groups:
+            nn.utils.clip_grad_norm_(group["params"], 0.01)
+
+    loop.optimizers[0].step(closure)
+    loop.refresh()
+
+
 def lbfgs(parameters):
     """An optimizer that calls its closure several times in a step."""
     return torch.optim.LBFGS([*parameters], lr=0.5, max_iter=4, line_search_fn="strong_wolfe")
@@ -164,6 +178,7 @@ LOOPS = {
     "evaluation, copies and states between": (look_around, sgd),
     "closures": (by_closures, adamw),
     "closures that clip": (by_clipping_closures, sgd),
+    "closures that clip groups": (by_closures_that_clip_in_groups, sgd),
     "LBFGS": (by_closures, lbfgs),
     "two optimizers": pytest.param(skip, one_for_each_block, marks=pytest.mark.fast),
     "closures of two optimizers": (by_closures, one_for_each_block),
@@ -475,34 +490,6 @@ def test_a_gradient_scaler_that_skips_one_of_two_optimizers():
             require_pc(preconditioner, 1e-5)  # float32
     assert scaler.get_scale() == 2.0
     require_pc(preconditioner, 1e-5)
-
-
-class ScheduleFree(torch.optim.SGD):
-    """Keeps the average of W beside W; `eval` and `train` exchange them in place, as in schedule-free optimizers."""
-
-    def eval(self):
-        for group in self.param_groups:
-            for p in group["params"]:
-                average = self.state[p].setdefault("average", p.detach().clone() + 0.01)
-                p.data, self.state[p]["average"] = average, p.data
-
-    train = eval
-
-
-def test_a_schedule_free_optimizer():
-    """Its `eval` and `train` exchange W; the loop calls `write_pc` after them."""
-    loop = Loop(lambda p: ScheduleFree(p, lr=0.1))
-    loop.step()
-    before = loop.trained()
-    loop.optimizer.eval()
-    loop.preconditioner.write_pc()
-    require_pc(loop.preconditioner)
-    assert not same(before, loop.trained())
-    loop.optimizer.train()
-    loop.preconditioner.write_pc()
-    assert same(before, loop.trained())
-    require_pc(loop.preconditioner)
-    loop.step()
 
 
 def test_a_compiled_optimizer_step():

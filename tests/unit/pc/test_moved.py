@@ -1,0 +1,313 @@
+"""Who moves W: what trains the wrong weights in silence is found by their values, and nothing else is."""
+
+import copy
+
+import pytest
+import torch
+from torch.optim.swa_utils import AveragedModel
+
+import pc
+from helpers.toy import InGraph, Loop, require_near, require_pc, same, sgd, toy_batch, toy_loss, toy_model
+from pc import PCConfig, UserError, moved
+
+
+class OwnList(torch.optim.SGD):
+    """Trains the parameters that it got when it was made; a function hides them."""
+
+    views = staticmethod(lambda p: p.detach())
+
+    def __init__(self, parameters, lr):
+        super().__init__(parameters, lr)
+        own = [self.views(p) for p in self.param_groups[0]["params"]]
+        self.own = lambda: own
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p, one in zip(self.param_groups[0]["params"], self.own()):
+            if p.grad is not None:
+                one.sub_(p.grad, alpha=0.1)
+
+
+class OwnData(OwnList):
+    """Through `.data`, which has version counters of its own."""
+
+    views = staticmethod(lambda p: p.data)
+
+
+class LeavesOneOut(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None and p.shape != (10, 7):
+                p.sub_(p.grad, alpha=0.1)
+
+
+def train(loop, after=lambda loop: None, steps=moved.LOOKS):
+    for step in range(steps):
+        loop.step(step)
+        after(loop)
+
+
+def scale_in_data(loop):
+    loop.preconditioner.weights["1.attention.wo"].orig.data.mul_(0.99)
+
+
+def replace_data(loop):
+    weight = loop.preconditioner.weights["1.attention.wo"].orig
+    weight.data = weight.data * 0.99
+
+
+def fused_without_write(loop):
+    """By an optimizer that is not followed; a fused step moves no version counter."""
+    train(Loop.__new__(Loop), steps=0)
+    weight = loop.preconditioner.weights["1.attention.wo"].orig
+    weight.grad = torch.ones_like(weight)
+    torch.optim.SGD([weight], lr=1e-2, fused=True).step()
+    weight.grad = None
+
+
+def without_gammas(make):
+    return Loop(lambda p: make(p, lr=0.1), learnable_gamma=False)
+
+
+WRONG = {
+    "its own list": (
+        lambda: train(without_gammas(OwnList), steps=1),
+        r"OwnList has moved PC\(W\) of 0.attention.wo, not W",
+    ),
+    "its own list, by data": (
+        lambda: train(without_gammas(OwnData)),
+        "OwnData has not moved W of 0.attention.wo in 16 steps",
+    ),
+    "one left out": (lambda: train(without_gammas(LeavesOneOut)), "has not moved W of 0.feed_forward.w1 in 16 steps"),
+    "moved after the step": (
+        lambda: train(Loop(sgd), scale_in_data, 2),
+        "W of 1.attention.wo was changed after .* wrapper around SGD",
+    ),
+    "replaced after the step": (lambda: train(Loop(sgd), replace_data, 2), "W of 1.attention.wo was changed after"),
+    "a fused step of another": (
+        lambda: train(Loop(sgd), fused_without_write, 2),
+        "W of 1.attention.wo was changed after",
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong, said", WRONG.values(), ids=WRONG)
+def test_what_trains_other_weights_is_found(wrong, said):
+    with pytest.raises(UserError, match=said):
+        wrong()
+
+
+def test_it_is_said_once():
+    loop = Loop(sgd)
+    with pytest.raises(UserError, match="call preconditioner.write_pc"):
+        train(loop, scale_in_data, 2)
+    loop.zero_grad()
+    loop.preconditioner.write_pc()
+    loop.step(1)
+    require_pc(loop.preconditioner)
+
+
+class LeavesOutTheFirst(torch.optim.SGD):
+    """As SOAP, which first looks at a gradient."""
+
+    def step(self, closure=None):
+        self.steps = getattr(self, "steps", 0) + 1
+        if self.steps > 1:
+            super().step()
+
+
+def scaled(loop):
+    """Losses overflow: fused steps under a gradient scaler do nothing."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+    for step in range(moved.LOOKS):
+        scaler.scale(toy_loss(loop.model, toy_batch(step).float())).backward()
+        loop.model[0].attention["wq"].weight.grad.fill_(float("inf"))  # W's gradients are finite
+        loop.pull_back()
+        scaler.step(loop.optimizer)
+        scaler.update()
+        loop.zero_grad()
+
+
+def in_float32(make):
+    loop = Loop.__new__(Loop)
+    loop.model, loop.follows = pc.attach(toy_model().float(), PCConfig()), True
+    loop.optimizers = [make(loop.model.parameters())]
+    loop.preconditioner = pc.precondition(loop.model, loop.optimizer)
+    return loop
+
+
+def without_loss(loop):
+    for step in range(moved.LOOKS):
+        loop.backward(step, scale=0.0)
+        loop.pull_back()
+        loop.update()
+
+
+def frozen(loop):
+    loop.model[0].requires_grad_(False)
+    train(loop)
+
+
+RIGHT = {
+    "rate 0": lambda: train(Loop(lambda p: torch.optim.SGD(p, lr=0.0))),
+    "a rate that vanishes": lambda: train(Loop(lambda p: torch.optim.AdamW(p, lr=1e-17))),
+    "gradients that vanish": lambda: [loop := Loop(sgd), [loop.backward(0, 1e-20) for _ in range(1)], train(loop)],
+    "no loss": lambda: without_loss(Loop(sgd)),
+    "some frozen": lambda: frozen(Loop(sgd)),
+    "the first step left out": lambda: train(Loop(lambda p: LeavesOutTheFirst(p, lr=0.1))),
+    "fused steps that a scaler skips": lambda: scaled(in_float32(lambda p: torch.optim.SGD(p, lr=0.1, fused=True))),
+    "capturable": lambda: train(Loop(lambda p: torch.optim.AdamW(p, lr=torch.tensor(1e-2), foreach=False))),
+}
+
+
+@pytest.mark.parametrize("right", RIGHT.values(), ids=RIGHT)
+def test_what_only_moves_little_is_not_found(right, monkeypatch):
+    monkeypatch.setattr(moved, "STUCK", 2)
+    right()
+
+
+def test_equal_values_are_no_move():
+    """Averages swapped in for an evaluation, through `.data`, and back."""
+    loop = Loop(sgd)
+    loop.step()
+    state = copy.deepcopy(loop.model.state_dict())
+    for scale in (0.5, 1.0):
+        for name, tensor in loop.model.state_dict().items():
+            tensor.data.copy_(state[name] * scale)
+    loop.step(1)
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64])
+def test_prints_of_equal_rows_and_of_nothing(kind):
+    equal_rows = torch.tensor([[1.0, 2.0, 4.0]], dtype=kind).repeat(4, 1)
+    one, doubled, nothing = moved.prints([equal_rows, 2 * equal_rows, equal_rows[:0]]).tolist()
+    assert 0 != one != doubled and nothing == 0
+    assert (
+        len({*moved.prints([torch.eye(5, dtype=kind) * (1 + i * torch.finfo(kind).eps) for i in range(9)]).tolist()})
+        == 9
+    )
+
+
+def test_an_arrival_is_read_when_it_is_there(monkeypatch):
+    """Not before the device says so; a later one cannot overwrite it."""
+
+    class Number:
+        device = torch.device("cuda")
+
+        def __init__(self, value):
+            self.value = value
+
+        def to(self, *_, non_blocking):
+            assert non_blocking
+            return self.value
+
+    class Event:
+        is_over = False
+
+        def __init__(self, device):
+            assert device.type == "cuda"
+
+        def record(self):
+            pass
+
+        def query(self):
+            return Event.is_over
+
+    monkeypatch.setattr(torch, "Event", Event)
+    monkeypatch.setattr(torch, "maximum", lambda a, b: max(a, b, key=lambda number: number.value))
+    arrival, seen = moved.Arrival(), []
+    for value in (1, 7, 1, 1):
+        arrival.add(Number(value))
+        Event.is_over = value == 1 and len(seen) > 1
+        seen.append(arrival.value())
+    assert seen == [0, 0, 1, 7]
+
+
+# --- states that do not belong together
+
+
+def averages(loop, decay=0.5):
+    """Written back by the user, all of a model's tensors, as by ema-pytorch's `update_model_with_ema`."""
+    first = copy.deepcopy(loop.model.state_dict())
+    for step in range(5):
+        loop.step(step)
+    return {name: decay * first[name] + (1 - decay) * now for name, now in loop.model.state_dict().items()}
+
+
+def test_averages_written_back_are_not_taken_for_a_state():
+    loop = Loop(lambda p: torch.optim.SGD(p, lr=1.0))
+    loop.model.load_state_dict(averages(loop))
+    loop.backward()
+    with pytest.raises(UserError, match="W is newer than"):
+        loop.pull_back()
+    loop.zero_grad()
+    loop.preconditioner.write_pc()
+    loop.step()
+    require_pc(loop.preconditioner)
+
+
+def test_a_copy_of_averages_starts_from_w():
+    loop = Loop(lambda p: torch.optim.SGD(p, lr=1.0))
+    average = AveragedModel(loop.model)
+    for step in range(5):
+        loop.step(step)
+        average.update_parameters(loop.model)
+    wanted = {name: value.clone() for name, value in average.module.state_dict().items()}
+    preconditioner = pc.precondition(average.module, sgd(average.module.parameters()))
+    for name, weight in preconditioner.weights.items():
+        torch.testing.assert_close(weight.orig.detach(), wanted[f"{name}.weight_orig"], rtol=0, atol=0)
+    require_pc(preconditioner)
+
+
+def test_a_saved_state_stays_as_it_is():
+    loop, other = Loop(sgd), Loop(sgd, seed=1)
+    loop.step()
+    state = copy.deepcopy(loop.model.state_dict())
+    other.model.load_state_dict(state)
+    other.backward()
+    other.pull_back()
+    assert same(other.model.state_dict(), state)
+
+
+# --- schedule-free
+
+
+class ScheduleFree(torch.optim.SGD):
+    """`eval` puts the average in W's place, `train` puts W back, through `.data` as heavyball's; each only in the other mode."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, lr=0.1)
+        self.is_training = True
+
+    def train(self, mode=True):
+        if mode == self.is_training:
+            return
+        self.is_training = mode
+        for p in self.param_groups[0]["params"]:
+            average = self.state[p].setdefault("average", p.detach().clone() * 0.9)
+            p.data.copy_(torch.stack([average, self.state[p].setdefault("own", p.detach().clone())])[int(mode)])
+
+    def eval(self):
+        self.train(False)
+
+
+def test_a_schedule_free_optimizer_in_both_modes():
+    """Nothing is called after `eval` and `train`; each exchange advances u and v once, as `refresh` of the paper's layers."""
+    loops = [Loop(ScheduleFree), InGraph(ScheduleFree)]
+    evaluated = []
+    for loop in loops:
+        loop.optimizer.train()  # in every step, as trainers do
+        loop.step()
+        for change in (loop.optimizer.eval, loop.optimizer.train):
+            change()
+            loop.refresh()
+            change()
+            evaluated.append(toy_loss(loop.model, toy_batch(1)).detach())
+        loop.step(1)
+    torch.testing.assert_close(evaluated[:2], evaluated[2:], rtol=0, atol=1e-12)
+    assert evaluated[0] != evaluated[1]
+    require_near(loops[0].trained(), loops[1].trained())
+    require_pc(loops[0].preconditioner)
+    loops[0].preconditioner.leave()
+    assert loops[0].optimizer.train.__func__ is ScheduleFree.train
