@@ -4,17 +4,17 @@
         prodigyopt pytorch-optimizer schedulefree torch-optimi torch-optimizer pytorch-ranger
     PYTHONPATH=extra:DION:SHAMPOO OMP_NUM_THREADS=1 python benchmarks/optimizers.py
 
-DION and SHAMPOO: checkouts of github.com/microsoft/dion and github.com/facebookresearch/optimizers. A row whose package is
-missing says so. Both runs of a row draw the same random numbers. An optimizer is right if W and gamma differ by at most
-1e-12 from the reference, or by at most ten times what noise of one rounding in the initial weights changes in the
-reference itself, because it computes in less than the weights' precision. The command fails if a row is neither right nor
-refused in one line.
+DION and SHAMPOO: checkouts of github.com/microsoft/dion and github.com/facebookresearch/optimizers. Both runs of a row draw
+the same random numbers. An optimizer is right if W and gamma differ by at most 1e-12 from the reference, or by at most ten
+times what noise of one rounding in the initial weights changes in the reference itself, because it computes in less than
+the weights' precision. The command fails if a row is neither right nor refused in one line.
 """
 
 import argparse
 import copy
 import importlib
 import importlib.metadata
+import importlib.util
 import itertools
 import subprocess
 import sys
@@ -264,27 +264,29 @@ def maker(row: Row, name: str) -> Callable[[list[Tensor]], Any]:
     return make
 
 
-def measure(row: Row, name: str) -> tuple[str, bool]:
-    """What a row of the table says of one class, and whether that is right."""
+def measure(row: Row, name: str) -> tuple[str, float, float]:
+    """How one class ends: "equal", "near" (but for rounding), "refused", or what is wrong. Then how far W and gamma are off,
+    and how far noise brings the reference."""
     try:
+        row.prepare()
         make = maker(row, name)
         expected = train(row, make, in_graph=True) if not row.second_order else []
     except Exception as error:
-        return f"does not train the reference: {type(error).__name__}: {error}", False
+        return f"the reference does not train: {type(error).__name__}: {error}", 0.0, 0.0
     try:
         found = train(row, make, in_graph=False)
     except pc.UserError as error:
-        return f"refused: {error}", True
+        print(f"  refused: {error}", file=sys.stderr)
+        return "refused", 0.0, 0.0
     except Exception as error:
-        return f"WRONG: a traceback, {type(error).__name__}: {error}", False
+        return f"a traceback, {type(error).__name__}: {error}", 0.0, 0.0
     if row.second_order:
-        return "WRONG: not refused", False
+        return "not refused", 0.0, 0.0
     off = difference(found, expected)
     if off <= LIMIT:
-        return f"equal, {off:.0e}", True
+        return "equal", off, 0.0
     noise = max(difference(train(row, make, True, draw), expected) for draw in range(1, DRAWS + 1))
-    is_right = off <= TIMES_NOISE * noise
-    return f"{'equal but for rounding' if is_right else 'WRONG'}, {off:.0e} (noise: {noise:.0e})", is_right
+    return "near" if off <= TIMES_NOISE * noise else "wrong", off, noise
 
 
 def version(row: Row) -> str:
@@ -293,7 +295,9 @@ def version(row: Row) -> str:
     try:
         return importlib.metadata.version(row.package or module)
     except importlib.metadata.PackageNotFoundError:
-        folder = Path(importlib.import_module(module).__file__ or "").parent
+        if not (found := importlib.util.find_spec(module)):
+            return "not installed"
+        folder = Path(found.origin or "").parent
         words = ["git", "-C", str(folder), "log", "-1", "--format=%h, %cs"]
         return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
 
@@ -303,24 +307,27 @@ def main() -> None:
     parser.add_argument("--only", default="", help="part of a row's module or classes")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
-    lines, is_right = [], True
+    lines: dict[tuple, list[tuple[str, float, float]]] = {}  # equal and refused ones of a package share a line
     for row in ROWS:
         module, names = row.classes.split(":")
         for name in names.split(",") if chosen.only in row.classes else ():
             print(f"{module} {name} ...", file=sys.stderr)
-            try:
-                row.prepare()
-                importlib.import_module(module)
-            except ImportError as error:
-                lines.append([row.package or module, "", name, f"not installed: {error}"])
-                continue
-            said, right = measure(row, name)
-            is_right &= right
+            said, *numbers = measure(row, name)
             how = " (`write_pc`)" if row.by_hand else " (fused)" if row.options.get("fused") else ""
-            lines.append([row.package or module, version(row), name + how, said])
+            key = row.package or module.split(".")[0], version(row), said, "" if said in ("equal", "refused") else name
+            lines.setdefault(key, []).append((name + how, *numbers))
+    table = []
+    for (package, of, said, _), rows in lines.items():
+        off, noise = (f"{max(row[i] for row in rows):.0e}" for i in (1, 2))
+        result = {
+            "equal": f"within {off}",
+            "near": f"within {off}; noise: {noise}",
+            "wrong": f"WRONG: {off}; noise: {noise}",
+        }
+        table.append([package, of, ", ".join(row[0] for row in rows), result.get(said, said)])
     print(f"torch {torch.__version__}, {date.today()}\n")
-    print(markdown.table(["package", "version", "optimizer", "W and gamma beside `PCLinear`"], lines), end="")
-    sys.exit(not is_right)
+    print(markdown.table(["package", "version", "optimizers", "W and gamma beside `PCLinear`"], table), end="")
+    sys.exit(any(said not in ("equal", "near", "refused") for _, _, said, _ in lines))
 
 
 if __name__ == "__main__":
