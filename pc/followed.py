@@ -1,6 +1,6 @@
 """What optimizers hold: W in place of PC(W), and gamma."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import wraps
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from pc.errors import UserError
 from pc.moved import MAKE_IT_LATER
 from pc.shards import local
-from pc.watch import Parameters, Watch
+from pc.watch import Watch
 from pc.weight import Weight
 
 CALLERS = ("accelerate.", "lightning.", "pytorch_lightning.")
@@ -43,6 +43,22 @@ def unwrapped(optimizers: Iterable[Any]) -> list[Optimizer]:
         else:
             raise UserError(f"pc.precondition takes optimizers, not a {type(optimizer).__name__}")
     return found
+
+
+class Parameters(list):
+    """The parameters of a followed optimizer's group. Iterating over them while there are gradients of PC(W) raises an error:
+    code that unscales, clips or measures gradients would miss those. Copies are plain lists."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], preconditioner: Watch) -> None:
+        super().__init__(parameters)
+        self.preconditioner = preconditioner
+
+    def __iter__(self) -> Iterator[nn.Parameter]:
+        self.preconditioner.before_walk()
+        return super().__iter__()
+
+    def __reduce_ex__(self, _):
+        return list, (self[:],)
 
 
 def ids_of_parameters(*optimizers: Optimizer) -> set[int]:
@@ -86,7 +102,7 @@ def join(weights: Iterable[Weight], given: Iterable[Any], preconditioner: Watch)
             _introduce(optimizer, group, [(p, name) for p, name in wanted if id(p) not in has])
             _set_parameters(group, wanted, Parameters([p for p, _ in wanted], preconditioner))
         if not hasattr(optimizer.zero_grad, "without_pc"):
-            optimizer.zero_grad = _clearing(optimizer.zero_grad, weights)  # type: ignore[method-assign]
+            optimizer.zero_grad = _clearing(optimizer.zero_grad, preconditioner.clear_gradients)  # type: ignore[method-assign]
             _write_after_exchanges(optimizer, preconditioner)
     return optimizers
 
@@ -137,11 +153,10 @@ def _set_parameters(group: dict[str, Any], named: list[tuple[nn.Parameter, str]]
         group["param_names"] = [name for _, name in named]
 
 
-def _clearing(zero_grad: Callable, weights: list[Weight]) -> Callable:
+def _clearing(zero_grad: Callable, clear_gradients: Callable[[], None]) -> Callable:
     @wraps(zero_grad)
     def both(*args, **kwargs) -> None:
-        for weight in weights:
-            weight.effective.grad = None  # also with set_to_none=False: any gradient here blocks the step
+        clear_gradients()
         zero_grad(*args, **kwargs)
 
     both.without_pc = zero_grad  # type: ignore[attr-defined]

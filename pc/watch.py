@@ -24,7 +24,7 @@ sum of the backward passes of `pc.PCLinear`. Both passes go on in `pc.step`.
 
 import contextlib
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -65,22 +65,6 @@ class State(NamedTuple):
     """the last whose step may have moved W, since the last pull back"""
 
 
-class Parameters(list):
-    """The parameters of a followed optimizer's group. Iterating over them while there are gradients of PC(W) raises an error:
-    code that unscales, clips or measures gradients would miss those. Copies are plain lists."""
-
-    def __init__(self, parameters: Iterable[nn.Parameter], preconditioner: "Watch") -> None:
-        super().__init__(parameters)
-        self.preconditioner = preconditioner
-
-    def __iter__(self) -> Iterator[nn.Parameter]:
-        self.preconditioner.before_walk()
-        return super().__iter__()
-
-    def __reduce_ex__(self, _):
-        return list, (self[:],)
-
-
 class Watch:
     """Knows the state of a model's weights, and calls the step.
 
@@ -98,6 +82,8 @@ class Watch:
         self._guarded = [*dict.fromkeys((*models, *units, *(weight.module for weight in weights.values())))]
         self._guards: list[RemovableHandle] = []
         """on these modules, while PC(W) is older than W"""
+        self._keeps_gradients = False
+        """whether gradients of PC(W) stay allocated, so that only the state tells whether there are any"""
         self._is_saving = False
         """whether an optimizer's state dict is being made, which may happen between micro-batches"""
         self._runs_closure = False
@@ -124,10 +110,14 @@ class Watch:
     # --- the two passes
 
     @torch.no_grad()
-    def pull_back(self) -> None:
+    def pull_back(self, set_to_none: bool = True) -> None:
         """Turn the gradients of PC(W) in `weight.grad` into gradients of W and gamma, added to their `grad`.
 
         Call it after the last backward pass of a step, before unscaling and clipping; or after each that averages over ranks.
+
+        Args:
+            set_to_none: else `weight.grad` is zeroed and stays allocated, 4 bytes for each entry, as a replayed CUDA graph
+                needs. From then on `zero_grad` zeroes it too, and of what comes before `pull_back` only a step is refused.
 
         Raises:
             UserError: there are no gradients, W or PC(W) has changed since PC(W) was written, or a weight with a
@@ -144,6 +134,7 @@ class Watch:
             self._moves.look()
             if not all(ddp.require_backward_grad_sync for ddp in self._replicas):
                 raise UserError("pull_back() within no_sync(): call it after the backward pass that averages gradients")
+            self._keeps_gradients = not set_to_none
             used = {name: w.tensors() for name, w in self.weights.items() if w.effective.grad is not None}
             if len(used) < len(self.weights):  # another parameter may have got the weight's place and gradient
                 require_in_place(self.weights.values(), self._models)
@@ -151,7 +142,10 @@ class Watch:
             if used:
                 self._pull_back(used, set().union(*holders.values()))
             elif any(weight.effective.requires_grad for weight in self.weights.values()):
-                raise UserError("pull_back() found no gradient of a weight with PC; call it after backward()")
+                raise UserError(
+                    "pull_back() found no gradient of a weight with PC; call it after backward(), and where a CUDA graph "
+                    "writes gradients to fixed places, as pull_back(set_to_none=False)"
+                )
             self._state = State(Phase.PULLED_BACK, frozenset(holders))
 
     def _pull_back(self, used: dict[str, Tensors], held: set[int]) -> None:
@@ -171,11 +165,18 @@ class Watch:
                 )
         gradients: list[Any] = [one.effective.grad for one in used.values()]
         found = self._step.pull_back(used, gradients)
+        self.clear_gradients()
         for one, of_both in zip(used.values(), found, strict=True):
-            one.effective.grad = None
             for parameter, gradient in zip((one.orig, one.gamma), of_both, strict=True):
                 if parameter is not None and parameter.requires_grad:
                     parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+
+    @torch.no_grad()
+    def clear_gradients(self) -> None:
+        """Drop the gradients of PC(W), also for an optimizer's `zero_grad(set_to_none=False)`."""
+        for weight in self.weights.values():
+            gradient: Any = weight.effective.grad
+            weight.effective.grad = gradient.zero_() if self._keeps_gradients and gradient is not None else None
 
     @torch.no_grad()
     def write_pc(self) -> None:
@@ -210,20 +211,16 @@ class Watch:
     # --- steps of optimizers
 
     def has_gradients(self) -> bool:
-        """Whether there are gradients of PC(W)."""
-        return any(weight.effective.grad is not None for weight in self.weights.values())
+        """Whether there are gradients of PC(W); if they stay allocated, whether there may be."""
+        is_pulled_back = self._keeps_gradients and self._state.phase is not Phase.WRITTEN
+        return not is_pulled_back and any(weight.effective.grad is not None for weight in self.weights.values())
 
     @torch.compiler.disable
     def before_walk(self) -> None:
         """Called before iterating over the parameters of an optimizer's group. A closure may clip gradients there."""
         if self._runs_closure and self.has_gradients():
-            self.pull_back()
-        self.require_pulled_back()
-
-    @torch.compiler.disable
-    def require_pulled_back(self) -> None:
-        """Raise a `UserError` if there are gradients of PC(W)."""
-        if not self._is_saving and self.has_gradients():
+            self.pull_back(set_to_none=not self._keeps_gradients)
+        if not (self._is_saving or self._keeps_gradients) and self.has_gradients():
             raise UserError(NOT_PULLED_BACK)
 
     @torch.compiler.disable
@@ -233,8 +230,8 @@ class Watch:
         closure = kwargs.get("closure", given[0] if given else None)
         waits = optimizer in self._state.waiting
         self._state = self._state._replace(stepping=None)
-        if closure is None:
-            self.require_pulled_back()
+        if closure is None and self.has_gradients():
+            raise UserError(NOT_PULLED_BACK)
         self._begin(optimizer)
         if closure is None:
             return None
@@ -277,7 +274,7 @@ class Watch:
         finally:
             self._runs_closure = False
         if self.has_gradients():
-            self.pull_back()
+            self.pull_back(set_to_none=not self._keeps_gradients)
         if optimizer in waiting:
             self._state = self._state._replace(waiting=waiting)
         self._begin(optimizer)

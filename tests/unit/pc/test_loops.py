@@ -207,6 +207,42 @@ def test_a_loop_trains_what_layers_in_the_graph_do(take_step, make):
     assert moved.abs().max() > 1e-3  # control
 
 
+def test_gradients_in_fixed_places():
+    """As a replayed CUDA graph writes them: into the tensors that were the gradients when it was captured."""
+    loop, reference = Loop(), InGraph()
+    loop.backward(0)
+    places = {parameter: parameter.grad for parameter in loop.model.parameters() if parameter.grad is not None}
+    for step in range(4):
+        if step:
+            gradients = torch.autograd.grad(toy_loss(loop.model, toy_batch(step)), [*places])
+            for place, gradient in zip(places.values(), gradients, strict=True):
+                place.add_(gradient)
+            with pytest.raises(UserError, match="was not called after the last backward"):
+                loop.optimizer.step()
+        loop.preconditioner.pull_back(set_to_none=False)
+        torch.nn.utils.clip_grad_norm_(loop.optimizer.param_groups[0]["params"], 1e9)
+        loop.optimizer.step()
+        loop.zero_grad(set_to_none=False)
+        reference.backward(step)
+        reference.update()
+        require_near(loop.trained(), reference.trained(), tolerance=1e-9)
+    assert all(parameter.grad is place for parameter, place in places.items())
+
+
+def test_a_graph_that_lost_its_gradients_is_told_of_fixed_places():
+    loop = Loop()
+    loop.backward(0)
+    places = [(p, p.grad) for p in loop.model.parameters() if p.grad is not None]
+    loop.pull_back()
+    loop.update()
+    for _, place in places:
+        place.add_(1)
+    with pytest.raises(
+        UserError, match=r"CUDA graph writes gradients to fixed places, as pull_back\(set_to_none=False\)"
+    ):
+        loop.pull_back()
+
+
 def test_without_gammas():
     """Neither the model nor the optimizer has a substitute for them."""
     loop, reference = (kind(sgd, learnable_gamma=False) for kind in (Loop, InGraph))
