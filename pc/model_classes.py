@@ -145,7 +145,22 @@ KNOWN: dict[str, Splits] = {
         ),
     },
     "FeedForward": _one(**_NUMBERED),
-    "GroupedExperts": {key: MatrixSplit((block,)) for key, block in _NUMBERED.items()},
+    "GroupedExperts": {  # as 0.2.2 names them, then 0.3.0
+        **{key: MatrixSplit((block,)) for key, block in _NUMBERED.items()},
+        **dict(w1_EFD=MatrixSplit(("gate",)), w2_EDF=MatrixSplit(("down",)), w3_EFD=MatrixSplit(("up",))),
+    },
+    # of 0.3.0 alone
+    "QKVLinear": _one(wq="q", wk="k", wv="v"),
+    "FusedQKVLinear": {
+        "wqkv.weight": lambda module: MatrixSplit(
+            _QKV, sizes=(module.heads_per_kv, 1, 1), repeats=len(module.wqkv.weight) // (module.r_dim * module.head_dim)
+        )
+    },
+    "GptOssGroupedExperts": {  # rows of gate and up alternate
+        "mlp1_weight_EGD": lambda module: MatrixSplit(("gate", "up"), repeats=module.mlp1_weight_EGD.size(1) // 2),
+        "mlp2_weight_EDF": MatrixSplit(("down",)),
+        **dict.fromkeys(("mlp1_bias_EG", "mlp2_bias_ED")),
+    },
 }
 _BERTS = (
     "Bert BertGeneration BigBird Camembert Data2VecText Electra Ernie Esm Git MegatronBert RemBert RoCBert RoFormer "

@@ -13,10 +13,9 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import pc
+from helpers.definition import require_pc
 from helpers.ranks import run_ranks
 from helpers.tiny import ROOT
-from pc import maps
-from pc.weight import gamma_values
 
 CONFIGS = ROOT / "train_configs" / "torchtitan"
 
@@ -104,20 +103,6 @@ def only_losses(rank, runs):
     return [train(words)[0] for words in runs]
 
 
-def require_pc(weight, split, orig, gamma, u, v):
-    """weight = PC(orig) by a float64 singular value decomposition of each matrix, with s = u^T orig v."""
-    batched = [t.detach().double() if split.stack else t.detach().double()[None] for t in (weight, orig, gamma, u, v)]
-    matrices = [*map(split.split_weight, batched[:2]), *split.split_vectors(*batched[2:])]
-    for after, before, scale, left, right in zip(*matrices, strict=True):
-        s = torch.einsum("bn,bnm,bm->b", left, before, right)[:, None]
-        x, sigma, yh = torch.linalg.svd(before, full_matrices=False)
-        assert (s < 1.0001 * sigma[:, :1]).all() and (s > 0.85 * sigma[:, :1]).all()  # ten power iterations per step
-        values = scale * s * maps.evaluate(maps.resolve(4), sigma / s)
-        wanted = x @ (values[..., None] * yh)
-        # float32 sums; control: W itself is far away
-        assert (after - wanted).norm() < 1e-5 * wanted.norm() < 1e-2 * (after - before).norm()
-
-
 def straight_and_resumed(rank, words):
     """Losses of a run, of its resume from step 2, and of a run that starts from its weights; its gammas. Weights are checked
     against float64."""
@@ -129,13 +114,10 @@ def straight_and_resumed(rank, words):
         0
     ]  # from PC(W), as plain weights
     model = trainer.model_parts[0]
-    rows = [
-        (w.effective, w.split, w.orig, gamma_values(w.split, w.effective, w.gamma), w.u, w.v)
-        for w in trainer.preconditioner.weights.values()
-    ]
-    for row in rows:
-        require_pc(*row)
-    gammas = torch.cat([row[3].detach().flatten() for row in rows])
+    weights = trainer.preconditioner.weights.values()
+    for weight in weights:
+        require_pc(weight)
+    gammas = torch.cat([weight.gamma.detach().flatten() for weight in weights])
     tokens = torch.arange(32)[None]
     with torch.no_grad():
         logits = model(tokens)
