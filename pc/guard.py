@@ -12,6 +12,14 @@ NO_PRECONDITIONER = (
     "it has no preconditioner; call pc.precondition(model, optimizer) after pc.attach, and after FSDP or DDP if used"
 )
 COPIED_EARLY = "this copy was made before all optimizers had stepped; call preconditioner.write_pc() before you copy"
+NOT_PULLED_BACK = (
+    "there are gradients of PC(W): preconditioner.pull_back(), which turns them into those of W, was not called after the "
+    "last backward(); call it before gradients are unscaled, clipped or measured, and before optimizer.step()"
+)
+ENDED = (
+    "pc.merge or pc.detach has removed PC from the model of this preconditioner; to train on with PC, call "
+    "pc.attach and pc.precondition again; to evaluate a plain copy, load pc.plain_state_dict(model)"
+)
 
 
 @dataclass(frozen=True)

@@ -24,11 +24,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from pc import followed
 from pc.errors import UserError
-from pc.guard import remove_guards
+from pc.guard import ENDED, NOT_PULLED_BACK, remove_guards
 from pc.shards import local
 from pc.step import Step
 from pc.targets import counted, wildcard_layers
-from pc.watch import ENDED, NOT_PULLED_BACK, Watch, has_rate
+from pc.watch import Watch, has_rate
 from pc.weight import named_weights
 
 

@@ -36,21 +36,11 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from pc.errors import UserError
-from pc.guard import COPIED_EARLY, Guard
+from pc.guard import COPIED_EARLY, ENDED, NOT_PULLED_BACK, Guard
 from pc.moved import Moves
 from pc.shards import on_any_rank, shards_of
 from pc.step import Step
 from pc.weight import Tensors, Weight, require_in_place
-
-NOT_PULLED_BACK = (
-    "there are gradients of PC(W): preconditioner.pull_back(), which turns them into those of W, was not called after the "
-    "last backward(); call it before gradients are unscaled, clipped or measured, and before optimizer.step()"
-)
-
-ENDED = (
-    "pc.merge or pc.detach has removed PC from the model of this preconditioner; to train on with PC, call "
-    "pc.attach and pc.precondition again; to evaluate a plain copy, load pc.plain_state_dict(model)"
-)
 
 Phase = Enum("Phase", ["WRITTEN", "PULLED_BACK", "MOVED", "ENDED"])
 
