@@ -26,7 +26,6 @@ from experiments import evidence
 from pc.errors import UserError, exit_on_user_error
 from pc_recipe.files import record
 from pc_recipe.files.atomic import write_atomically
-from pc_recipe.files.run_folder import read_state
 from pc_recipe.files.run_log import VALIDATION
 from pc_recipe.runs.sweep.spec import SWEEPS
 
@@ -82,7 +81,8 @@ class Run:
 
     @property
     def has_ended(self) -> bool:
-        return read_state(SWEEPS / self.name / self.arm / f"seed-{self.seed}").state in ("finished", "diverged")
+        """Whether its sweep has its result, which comes a moment after the run's last state."""
+        return bool(record.read(SWEEPS / self.name / "results.jsonl", dict[str, Any]))
 
 
 Losses = dict[tuple[str, str, float, int], float]

@@ -1,6 +1,7 @@
 """What experiments/initialisation trains next follows from the losses so far by the rules of its plan."""
 
 from experiments.initialisation.train import LR, Losses, Run, plan, scaled
+from pc_recipe.files.run_folder import write_state
 
 
 def run_all(loss) -> tuple[list[str], Losses]:
@@ -42,6 +43,16 @@ def test_order_and_number_of_runs_with_the_best_in_the_middle():
     tuning = [key for key in losses if key[0] == "tuning" and key[1].startswith("scale")]
     assert len(tuning) == 9 + 4 + 4 + 6  # seed 1; seed 2 of four; two more rates; three rates with PC
     assert {key[3] for key in losses if key[0] != "tuning"} == set(range(31, 39))
+
+
+def test_a_run_has_ended_once_its_sweep_has_the_result(tmp_path, monkeypatch):
+    """Collecting between the run's last state and the sweep's result ended the queue, and its other runs with it."""
+    monkeypatch.setattr("experiments.initialisation.train.SWEEPS", tmp_path)
+    run = plan({})[0].runs[0]
+    write_state(tmp_path / run.name / run.arm / f"seed-{run.seed}", "finished", 6, 6)
+    assert not run.has_ended
+    (tmp_path / run.name / "results.jsonl").write_text('{"state": "finished"}\n')
+    assert run.has_ended
 
 
 def test_a_group_waits_for_its_last_arm():
