@@ -46,6 +46,11 @@ def test_a_stock_model_trains_and_resumes(model, blocks, weights, train):
     assert all(torch.equal(value, straight["state"][key]) for key, value in resumed["state"].items())
 
 
+def test_gpt_oss_is_attached_and_written(train):
+    """With gradients that the test makes: its attention was not tried on CPUs. A layer's wqkv, wo and two stacks of experts."""
+    assert train("gpt_oss", blocks=["q", "k", "v", "o", "ffn"], runs=False)["weights"] == 4 * 4
+
+
 def test_plain_checkpoints_before_and_after(train):
     """A run with PC starts from plain weights, and its checkpoint loads into a run without PC as it is."""
     start = {"checkpoint.enable": True, "checkpoint.interval": 9}
