@@ -254,10 +254,12 @@ def matmuls(like: Tensor, precision: str | None = "ieee"):
     """
     kind, setting = like.device.type, torch.backends.cuda.matmul
     is_lowered = kind != "meta" and torch.is_autocast_enabled(kind)
-    before = setting.fp32_precision
-    setting.fp32_precision = precision or before
+    before = precision and setting.fp32_precision  # a compiled layer, with None, must not ask
+    if precision:
+        setting.fp32_precision = precision
     try:
         with torch.autocast(kind, enabled=False) if is_lowered else nullcontext():
             yield
     finally:
-        setting.fp32_precision = before
+        if precision:
+            setting.fp32_precision = before
