@@ -113,7 +113,7 @@ class Plan:
         """Drop what the batches keep."""
         for bucket in self._buckets:
             for batch in bucket.batches:
-                batch.beside = (None,) * len(batch.beside)
+                batch.kept = None
 
 
 class RecentPlans:
@@ -148,12 +148,13 @@ class _Batch:
     """Matrices of equal settings and shapes that this rank computes together.
 
     Attributes:
-        beside: a further argument of the function, if the plan has room for one.
+        keeps: whether the function gets `kept`, and returns what to keep.
     """
 
     def __init__(self, matrices: list[Matrix], keeps: bool) -> None:
         self.matrices, self.settings = matrices, matrices[0].settings
-        self.beside: tuple[Any, ...] = (None,) * keeps
+        self.keeps = keeps
+        self.kept: Any = None
 
 
 class _Bucket:
@@ -197,11 +198,12 @@ class _Bucket:
         batches = self._assemble(side, shards, like)
         results = []
         for batch in self.batches:
-            found = [*function(batch.settings, *batches.pop(0), *batch.beside)]  # pop frees the memory of a batch
-            if batch.beside:
-                kept = found.pop()
-                size = sum(tensor.nbytes for tensor in tree_leaves(kept) if isinstance(tensor, Tensor))
-                batch.beside, room = ((kept,), room - size) if size <= room else ((None,), room)
+            kept = [batch.kept] if batch.keeps else []
+            found = [*function(batch.settings, *batches.pop(0), *kept)]  # pop frees the memory of a batch
+            if batch.keeps:
+                keep = found.pop()
+                size = sum(tensor.nbytes for tensor in tree_leaves(keep) if isinstance(tensor, Tensor))
+                batch.kept, room = (keep, room - size) if size <= room else (None, room)
             shapes = [tuple(result.shape) for result in found]
             wanted = [(len(batch.matrices), *shape) for shape in batch.matrices[0].shapes[side + 1]]
             if shapes != wanted:

@@ -120,9 +120,13 @@ class Step:
         for name, w in weights.items():
             require_precision(name, w.effective)
         pairs = [*zip(weights.values(), gammas, strict=True)]
-        # the gradient of PC(W) is sharded as PC(W), the ratios as gamma
-        pull_back = [(w.orig, w.effective, gamma, w.u, w.v) for w, gamma in pairs], [(w.orig, g) for w, g in pairs]
-        write = [(w.orig, g, w.u, w.v) for w, g in pairs], [(w.effective, w.u, w.v, g) for w, g in pairs]
+        # A plan is made for shapes and shards: PC(W) stands for its gradient, W and gamma for theirs, gamma for ratios.
+        of_pull_back = [(w.orig, w.effective, gamma, w.u, w.v) for w, gamma in pairs]
+        pull_back = of_pull_back, [(w.orig, gamma) for w, gamma in pairs]
+        write = (
+            [(w.orig, gamma, w.u, w.v) for w, gamma in pairs],
+            [(w.effective, w.u, w.v, gamma) for w, gamma in pairs],
+        )
         splits = [self._splits[name] for name in weights]
         costs = [split.cost for split in splits]
         if len(weights) < len(self._splits):

@@ -5,21 +5,21 @@ parallelism. What `weight`, its gradient and W are to each other is one attribut
 
     WRITTEN        `weight` is PC(W). Backward passes add up gradients of it.
     PULLED_BACK    They have become gradients of W and gamma. Optimizers may step, and `waiting` lists those that have yet to.
-    MOVED          W or gamma is newer than PC(W). Guards on the modules write PC(W) before a forward pass.
+    MOVED          W or gamma is newer than PC(W). After a step, guards on the modules write PC(W) before a forward pass.
     ENDED          `pc.merge` or `pc.detach` has removed PC.
 
     WRITTEN ── pull_back ──> PULLED_BACK, all wait ── a step ──> MOVED, others wait ── the last step ──> write, WRITTEN
                                      ^                             │
                                      └── a forward pass, write_pc ─┘  PULLED_BACK, others wait
 
-    any   ── pull_back ──────────────> PULLED_BACK, all wait: a step begins, whoever has skipped the last one
-    any   ── somebody changes W ─────> MOVED; pull_back is refused until `write_pc`
-    any   ── a whole state loads ────> WRITTEN
+    WRITTEN, PULLED_BACK ── pull_back ──> PULLED_BACK, all wait: a step begins, whoever has skipped the last one
+    any ── somebody changes W ──> MOVED, without guards; pull_back is refused until `write_pc`
+    any ── a whole state loads ─> WRITTEN
 
-An optimizer whose step may move W is `stepping`, and waits until that step has ended. So a step that raises has not been
-taken, and version counters tell whether it has moved W. A closure pulls back inside a step, which begins
-nothing new for those that wait. `pull_back` is linear in the gradient, so one call on the accumulated gradient equals the
-sum of the backward passes of `pc.PCLinear`. Both passes go on in `pc.step`.
+`stepping` is the last optimizer whose step may have moved W; it waits until that step has ended. So a step that raises has
+not been taken, and version counters tell whether it has moved W. A closure pulls back inside a step, which begins nothing new
+for those that wait. `pull_back` is linear in the gradient, so one call on the accumulated gradient equals the sum of the
+backward passes of `pc.PCLinear`. Both passes go on in `pc.step`.
 """
 
 import contextlib
