@@ -9,7 +9,7 @@ With three ranks, A [3, m], B [3, m] and the smaller C [2, m] (its last shard is
     2     A[2] B[2]        A[2] to 0, B[2] to 1                    C     f(C)      f(A)[2] f(B)[2]
 
 Under FSDP, tensor parallelism, or both, a shard is one rectangular slice of its matrix. The ranks of all mesh
-dimensions that shard an item form one flat group. HSDP replicas repeat the work (docs/not-measured.md). A rank that
+dimensions that shard an item form one flat group. HSDP replicas repeat the work (docs/performance.md). A rank that
 holds whole matrices, as where a stack [E, n, m] of experts is sharded over E alone, is a group alone and sends nothing.
 Who computes what is worked out in `pc.assignment`. PC's function is `evaluate` or `pull_back` of `pc.splits`.
 """
