@@ -1,13 +1,14 @@
 """The training recipe on TorchTitan: it runs from the checkout, on top of the library `pc`.
 
-files/      atomic writes, a run's folder, tables, the style of plots
-config/     every key, the chain of TOML files, rules; without torch
-data/       text to tokens to batches
-train/      the TorchTitan plug-in: model, trainer, checkpoints, diagnostics
-evaluate/   export, scores, generation
-plan/       a run before it starts: mistakes, memory, cost
-runs/       start a run here or under SLURM; many runs from one TOML
-report/     curves, spectra, figures
+files/        atomic writes, a run's folder, tables, the style of plots
+config/       every key, the chain of TOML files, rules; without torch
+data/         text to tokens to batches
+checkpoints/  a checkpoint's folder, and what its weights belong to
+train/        the TorchTitan plug-in: model, trainer, diagnostics
+evaluate/     export, scores, generation
+plan/         a run before it starts: mistakes, memory, cost
+runs/         start a run here or under SLURM; many runs from one TOML
+report/       curves, spectra, figures
 
 Each imports only those above it, and `pc`.
 """

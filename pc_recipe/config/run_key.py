@@ -38,7 +38,7 @@ STARTS = (
     "checkpoint.exclude_from_loading", "debug.seed", "model.init_std", "model.init_factors", "pc.start",
 )  # fmt: skip
 """keys that only a new run uses"""
-COMPUTES = ("pc", "pc_recipe/config", "pc_recipe/data", "pc_recipe/train")
+COMPUTES = ("pc", "pc_recipe/config", "pc_recipe/data", "pc_recipe/checkpoints", "pc_recipe/train")
 
 
 def all_values(config: Config) -> dict[str, Any]:

@@ -23,6 +23,8 @@ from transformers import (
 )
 
 from pc.errors import UserError
+from pc_recipe.checkpoints import run_tokenizer
+from pc_recipe.checkpoints.hf_folder import find_tensors, read_settings, to_llama_config
 from pc_recipe.data.tokenizer_formats import without_panics
 from pc_recipe.data.tokenizers import Tokenizer, load_tokenizer
 from pc_recipe.evaluate import plain_weights
@@ -31,8 +33,6 @@ from pc_recipe.evaluate.plain_weights import RunCheckpoint
 from pc_recipe.files import look
 from pc_recipe.files.atomic import write_atomically
 from pc_recipe.files.errors import WriteFailed
-from pc_recipe.train import run_tokenizer
-from pc_recipe.train.hf_folder import find_tensors, read_settings, to_llama_config
 
 
 def to_llama(weights: dict[str, Tensor], model_args: TransformerModelArgs) -> LlamaForCausalLM:

@@ -11,6 +11,7 @@ import yaml
 from transformers import LlamaForCausalLM
 
 from pc.errors import UserError
+from pc_recipe.checkpoints.run_tokenizer import data_folders, data_of
 from pc_recipe.config.headline import describe
 from pc_recipe.data.sources import HUB_DATASET
 from pc_recipe.data.tokenizers import Tokenizer
@@ -19,7 +20,6 @@ from pc_recipe.files import look, markdown
 from pc_recipe.files.plots import short_tokens
 from pc_recipe.files.run_folder import read_environment, read_first_config
 from pc_recipe.files.run_log import VALIDATION, read_log
-from pc_recipe.train.run_tokenizer import data_folders, data_of
 
 _USE = """
 ```python

@@ -11,14 +11,14 @@ from torch import Tensor
 from torchtitan.models.llama3.model.model import Transformer
 
 from pc import attach, named_weights
+from pc_recipe.checkpoints import fingerprint
+from pc_recipe.checkpoints.folder import CheckpointFolder
+from pc_recipe.checkpoints.hf_folder import require_shapes
 from pc_recipe.config import Config
 from pc_recipe.config.inheritance import validated
 from pc_recipe.config.pc_section import PC
 from pc_recipe.files import record
 from pc_recipe.files.run_folder import find_newest_checkpoint
-from pc_recipe.train import fingerprint
-from pc_recipe.train.checkpoint_folder import CheckpointFolder
-from pc_recipe.train.hf_folder import require_shapes
 from pc_recipe.train.llama2 import Llama2Args, model_args_of
 
 # Entries of a resumable checkpoint besides the model.

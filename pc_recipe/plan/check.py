@@ -258,8 +258,8 @@ def _check_start(result: CheckResult, config: Config) -> None:
     section, start = config.checkpoint, result.start
     if not start or not look.is_there(start):
         return
-    from pc_recipe.train import run_tokenizer
-    from pc_recipe.train.checkpoint_folder import CheckpointFolder
+    from pc_recipe.checkpoints import run_tokenizer
+    from pc_recipe.checkpoints.folder import CheckpointFolder
 
     try:
         weights: Path | CheckpointFolder = Path(start) if section.initial_load_in_hf else CheckpointFolder(start)

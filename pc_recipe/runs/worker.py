@@ -10,13 +10,13 @@ from torchtitan.tools.logging import logger
 
 from pc.errors import DISK_ERRORS, UserError
 from pc.terminal import print_plainly
+from pc_recipe.checkpoints import run_tokenizer
 from pc_recipe.config import Config, load_config, run_key, write_config
 from pc_recipe.data.manifest import Manifest
 from pc_recipe.files.errors import DiskFailed
 from pc_recipe.files.lock import join_lock
 from pc_recipe.files.run_folder import keep_earlier_config, read_first_config, write_failure
 from pc_recipe.runs.nodes import meet_privately
-from pc_recipe.train import run_tokenizer
 from pc_recipe.train.console import start_logging
 from pc_recipe.train.environment import write_environment
 from pc_recipe.train.nonfinite import Diverged

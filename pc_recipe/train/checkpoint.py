@@ -21,11 +21,11 @@ from torchtitan.tools.utils import GarbageCollection
 
 from pc.errors import UserError
 from pc.weight import ADDED
+from pc_recipe.checkpoints.folder import CheckpointFolder, Damaged, plain_errors
+from pc_recipe.checkpoints.writer import ChecksummedWriter
 from pc_recipe.config.schema import Checkpoint
 from pc_recipe.files import look, run_folder
 from pc_recipe.files.errors import DiskFailed, ReadFailed
-from pc_recipe.train.checkpoint_folder import CheckpointFolder, Damaged, plain_errors
-from pc_recipe.train.checkpoint_writer import ChecksummedWriter
 from pc_recipe.train.optimizers import Optimizers
 
 T = TypeVar("T")

@@ -9,15 +9,15 @@ from torchtitan.tools.logging import logger
 
 from pc.api import preserve
 from pc.errors import UserError
+from pc_recipe.checkpoints import fingerprint, run_tokenizer
+from pc_recipe.checkpoints.folder import CheckpointFolder
 from pc_recipe.config import Config, read_config
 from pc_recipe.config.rank_batches import RankBatches
 from pc_recipe.config.run_key import BATCH, STARTS, all_values
 from pc_recipe.config.sections import RESULT, keys_of
 from pc_recipe.data.manifest import Manifest
 from pc_recipe.files.run_folder import read_environment, require_no_other_run
-from pc_recipe.train import fingerprint, run_tokenizer
 from pc_recipe.train.checkpoint import Checkpoints, plain_keys
-from pc_recipe.train.checkpoint_folder import CheckpointFolder
 from pc_recipe.train.llama2 import model_args_of
 from pc_recipe.train.optimizers import Optimizers
 
@@ -56,7 +56,7 @@ def load(config: Config, checkpointer: Checkpoints, optimizers: Optimizers) -> P
     elif not settings.initial_load_path:
         return None
     elif settings.initial_load_in_hf:
-        from pc_recipe.train.hf_folder import require_initial_load  # takes seconds
+        from pc_recipe.checkpoints.hf_folder import require_initial_load  # takes seconds
 
         require_initial_load(initial, model_args_of(config))
         _require_same_tokenizer(initial, config, data)

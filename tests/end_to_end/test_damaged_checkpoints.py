@@ -19,8 +19,8 @@ import torch.distributed.checkpoint as dcp
 
 from helpers import tiny
 from helpers.ranks import run_ranks
-from pc_recipe.train.checkpoint_folder import CheckpointFolder
-from pc_recipe.train.checkpoint_writer import ChecksummedWriter
+from pc_recipe.checkpoints.folder import CheckpointFolder
+from pc_recipe.checkpoints.writer import ChecksummedWriter
 
 pytestmark = pytest.mark.soak
 

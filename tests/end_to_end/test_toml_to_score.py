@@ -13,9 +13,9 @@ from helpers import tiny
 from helpers.made_runs import make_evaluation_data
 from helpers.ranks import run_ranks
 from helpers.tiny import make_shards
+from pc_recipe.checkpoints.folder import CheckpointFolder
 from pc_recipe.data.loader import GlobalOrderLoader
 from pc_recipe.evaluate import hugging_face, plain_weights
-from pc_recipe.train.checkpoint_folder import CheckpointFolder
 
 SETTINGS = ["--model.vocab_size", "32000", "--training.seq_len", "64", "--training.steps", "3"]
 OWN_MAP = ["--pc.level", "2.616097,-3.550208,2.730920,-0.796809", "--checkpoint.last_save_model_only", "true"]

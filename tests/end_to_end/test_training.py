@@ -18,12 +18,12 @@ from helpers import tiny
 from helpers.format_1 import make_format_1
 from helpers.ranks import run_ranks
 from pc.errors import UserError
+from pc_recipe.checkpoints.fingerprint import read_tokenizer
+from pc_recipe.checkpoints.folder import CheckpointFolder
+from pc_recipe.checkpoints.writer import ChecksummedWriter
 from pc_recipe.config import load_config
 from pc_recipe.data.tokenizing import tokenize
 from pc_recipe.files.run_log import read_log
-from pc_recipe.train.checkpoint_folder import CheckpointFolder
-from pc_recipe.train.checkpoint_writer import ChecksummedWriter
-from pc_recipe.train.fingerprint import read_tokenizer
 
 BASELINE = ["--pc.enable", "false"]
 MUON = ["--optimizer.name", "Muon"]

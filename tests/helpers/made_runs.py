@@ -15,8 +15,8 @@ from helpers.tiny import model_args
 from pc import PCConfig, attach, effective_weight, named_weights
 from pc.blocks import BLOCK_SUFFIXES
 from pc.method import power_iteration
+from pc_recipe.checkpoints.writer import ChecksummedWriter
 from pc_recipe.files.run_folder import write_state
-from pc_recipe.train.checkpoint_writer import ChecksummedWriter
 from pc_recipe.train.llama2 import Llama2
 
 # Long enough for the prompts of the tests; RoPE angles stay as large as in short training runs.

@@ -14,6 +14,7 @@ FLOORS = [
     ["pc_recipe.files"],
     ["pc_recipe.config"],
     ["pc_recipe.data"],
+    ["pc_recipe.checkpoints"],
     ["pc_recipe.train"],
     ["pc_recipe.evaluate"],
     ["pc_recipe.plan"],

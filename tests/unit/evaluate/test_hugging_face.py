@@ -18,9 +18,9 @@ from transformers import AutoTokenizer, GenerationConfig, LlamaConfig
 from helpers.made_runs import make_run
 from helpers.tiny import ROOT, model_args
 from pc import PCConfig, UserError
+from pc_recipe.checkpoints import hf_folder
 from pc_recipe.evaluate import hugging_face
 from pc_recipe.evaluate.generate import continue_text
-from pc_recipe.train import hf_folder
 
 # Both models sum the same float32 products in different orders (attention heads are permuted for the two RoPE
 # layouts), through up to 8 layers. Measured in roundings of the largest logit, each is within 4 of a float64

@@ -7,8 +7,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from pc import UserError
+from pc_recipe.checkpoints.folder import CheckpointFolder
 from pc_recipe.evaluate import plain_weights
-from pc_recipe.train.checkpoint_folder import CheckpointFolder
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from helpers.small_tokenizers import SIZE, make_llama, make_tokenizer
 from pc.errors import UserError
+from pc_recipe.checkpoints import hf_folder
 from pc_recipe.evaluate import hugging_face
-from pc_recipe.train import hf_folder
 from pc_recipe.train.llama2 import Llama2Args
 
 NORM, FREQUENCIES = "model.norm.weight", "model.layers.{}.self_attn.rotary_emb.inv_freq"

@@ -14,6 +14,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from pc.errors import UserError
+from pc_recipe.checkpoints.folder import CheckpointFolder
+from pc_recipe.checkpoints.hf_folder import find_tensors
+from pc_recipe.checkpoints.writer import ChecksummedWriter
 from pc_recipe.data.inspection import verify
 from pc_recipe.data.manifest import Manifest
 from pc_recipe.data.sources import find_files
@@ -23,9 +26,6 @@ from pc_recipe.files import json_lines
 from pc_recipe.files.lock import is_locked, join_lock, lock
 from pc_recipe.files.run_log import note_start
 from pc_recipe.runs.slurm import submit_job
-from pc_recipe.train.checkpoint_folder import CheckpointFolder
-from pc_recipe.train.checkpoint_writer import ChecksummedWriter
-from pc_recipe.train.hf_folder import find_tensors
 
 WRITTEN = [
     "lock", "lock.ranks", "metrics.jsonl", "status.json", "train.log", "checkpoint.damaged",

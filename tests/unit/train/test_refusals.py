@@ -20,9 +20,9 @@ from torchtitan.components.checkpoint import AsyncMode
 from helpers.ranks import run_ranks
 from helpers.tiny import make_checkpoints
 from pc.errors import UserError
+from pc_recipe.checkpoints import writer
 from pc_recipe.files import look
 from pc_recipe.files.run_folder import list_complete
-from pc_recipe.train import checkpoint_writer
 
 ASKS = ("stat", "listdir", "scandir", "mkdir", "rename", "replace", "unlink", "rmdir", "open")
 READS = {"stat", "listdir", "open r", "read"}
@@ -52,7 +52,7 @@ class Disk:
         for module in (builtins, io):
             self._wrap(module, "open", lambda path, mode="r", *_, **__: self.note(f"open {mode[0]}", path))
         self._wrap(hashlib, "file_digest", lambda file, _: self.note("read", file.name))
-        self._wrap(checkpoint_writer._HashedFile, "write", lambda file, _: self.note("write", file.name))
+        self._wrap(writer._HashedFile, "write", lambda file, _: self.note("write", file.name))
         return self
 
     def _wrap(self, owner, name, note):
@@ -101,7 +101,7 @@ def _refuse_each(rank, root, action, number, times):
     manager = make_checkpoints(root, keep_latest_k=0)
     fresh = root / "fresh"
     for step in (10, 20, 30):
-        dcp.save(_state(step), storage_writer=checkpoint_writer.ChecksummedWriter(fresh / f"step-{step}"))
+        dcp.save(_state(step), storage_writer=writer.ChecksummedWriter(fresh / f"step-{step}"))
     (fresh / "step-35").mkdir()  # left by a killed save
 
     def act(disk):

@@ -6,12 +6,12 @@ from typing import cast
 import torch
 
 from pc.errors import UserError
+from pc_recipe.checkpoints.folder import CheckpointFolder
+from pc_recipe.checkpoints.values import FINGERPRINT, Fingerprint
 from pc_recipe.config.model_sizes import sizes_of
 from pc_recipe.config.pc_section import PC
 from pc_recipe.config.run_key import differing_keys, method_key
 from pc_recipe.config.schema import Model
-from pc_recipe.train.checkpoint_folder import CheckpointFolder
-from pc_recipe.train.checkpoint_values import FINGERPRINT, Fingerprint
 
 
 def fingerprint(pc: PC, model: Model, tokenizer: dict[str, str]) -> dict[str, str]:

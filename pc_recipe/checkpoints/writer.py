@@ -1,4 +1,4 @@
-"""Writes a checkpoint's folder with checksums (`pc_recipe.train.checkpoint_folder` reads it).
+"""Writes a checkpoint's folder with checksums (`pc_recipe.checkpoints.folder` reads it).
 
 A folder of torch.distributed.checkpoint holds `*.distcp` files with the tensors, from any number of ranks, and a pickled
 index, `.metadata`, which is written last. Here it gets one more file, `XXH128SUMS`, in the format of the command

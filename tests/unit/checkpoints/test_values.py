@@ -13,9 +13,9 @@ import torch.distributed.checkpoint as dcp
 from helpers.ranks import run_ranks
 from helpers.tiny import make_checkpoints
 from pc.errors import UserError
+from pc_recipe.checkpoints.folder import CheckpointFolder, Damaged
+from pc_recipe.checkpoints.values import require_valid
 from pc_recipe.files.errors import DiskFailed
-from pc_recipe.train.checkpoint_folder import CheckpointFolder, Damaged
-from pc_recipe.train.checkpoint_values import require_valid
 
 GOOD = {
     "train_state.step": 6,

@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import metadata as index_types
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from pc_recipe.train.checkpoint_folder import _NAMES, CheckpointFolder, Damaged, Reader
+from pc_recipe.checkpoints.folder import _NAMES, CheckpointFolder, Damaged, Reader
 
 
 @pytest.fixture

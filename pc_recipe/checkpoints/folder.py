@@ -1,4 +1,4 @@
-"""Reads a checkpoint's folder (`pc_recipe.train.checkpoint_writer`) without executing anything in it, and verifies it.
+"""Reads a checkpoint's folder (`pc_recipe.checkpoints.writer`) without executing anything in it, and verifies it.
 
 An index is a pickle. This module treats it as data: the pickle can reach no existing object, so it can build an index
 and change nothing else. Tensors and values are read with `weights_only`.
@@ -32,11 +32,11 @@ from torch.futures import Future
 from torchtitan.tools.logging import logger
 
 from pc.errors import UserError
+from pc_recipe.checkpoints.values import STEP, require_valid
 from pc_recipe.files import look
 from pc_recipe.files.errors import DiskFailed
 from pc_recipe.files.inside import inside
 from pc_recipe.files.run_folder import CHECKSUMS, INDEX, find_newest_checkpoint, is_complete, step_of, was_complete
-from pc_recipe.train.checkpoint_values import STEP, require_valid
 
 UNCHANGED = "complete checkpoints are unchanged, and the same command continues from the newest"
 
@@ -76,7 +76,7 @@ class CheckpointFolder:
         except Exception as error:  # a damaged index can make the unpickler raise anything
             reason = " ".join(str(error).split())
             raise Damaged(f"{self.path / INDEX}: not the index of a checkpoint ({reason})") from None
-        # Folders that torch wrote have no checksums and are accepted. One from `checkpoint_writer` says in its index
+        # Folders that torch wrote have no checksums and are accepted. One from `writer` says in its index
         # that it has them, so the file of checksums cannot get lost unnoticed.
         if not has_checksums and must_have_checksums:
             raise Damaged(f"{self.path / CHECKSUMS}: missing, so the checkpoint cannot be verified")

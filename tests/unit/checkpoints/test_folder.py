@@ -21,11 +21,11 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from helpers.ranks import run_ranks
 from helpers.tiny import make_checkpoints
 from pc.errors import UserError
+from pc_recipe.checkpoints.folder import UNCHANGED, CheckpointFolder, Damaged, LoadPlanner, Reader, plain_errors
+from pc_recipe.checkpoints.writer import ChecksummedWriter
 from pc_recipe.files import look
 from pc_recipe.files.run_folder import CHECKSUMS, write_state
 from pc_recipe.train import checkpoint
-from pc_recipe.train.checkpoint_folder import UNCHANGED, CheckpointFolder, Damaged, LoadPlanner, Reader, plain_errors
-from pc_recipe.train.checkpoint_writer import ChecksummedWriter
 
 
 def _save(rank, folder, step):

@@ -13,16 +13,16 @@ from helpers.format_1 import make_format_1
 from helpers.made_runs import make_run
 from helpers.small_tokenizers import SIZE, make_llama, make_tokenizer
 from pc.errors import UserError
+from pc_recipe.checkpoints import run_tokenizer
+from pc_recipe.checkpoints.fingerprint import fingerprint
+from pc_recipe.checkpoints.folder import CheckpointFolder
+from pc_recipe.checkpoints.run_tokenizer import require_for_start
 from pc_recipe.config.pc_section import PC
 from pc_recipe.config.schema import Model
 from pc_recipe.data.manifest import Manifest
 from pc_recipe.data.tokenizers import _mistral_model
 from pc_recipe.data.tokenizing import tokenize
 from pc_recipe.evaluate import hugging_face
-from pc_recipe.train import run_tokenizer
-from pc_recipe.train.checkpoint_folder import CheckpointFolder
-from pc_recipe.train.fingerprint import fingerprint
-from pc_recipe.train.run_tokenizer import require_for_start
 
 OTHER = r"belongs to tokenizer '.*one' \([0-9a-f]{12}\), .* tokenizer '.*two' \([0-9a-f]{12}\)$"
 

@@ -11,6 +11,9 @@ from torchtitan.tools.logging import logger
 from typing_extensions import TypedDict
 
 from pc.errors import UserError
+from pc_recipe.checkpoints.fingerprint import read_tokenizer
+from pc_recipe.checkpoints.folder import CheckpointFolder
+from pc_recipe.checkpoints.values import SavedTokenizer
 from pc_recipe.config.schema import Data
 from pc_recipe.data.manifest import Manifest
 from pc_recipe.data.tokenizer_formats import FILE
@@ -18,9 +21,6 @@ from pc_recipe.data.tokenizers import SENTENCEPIECE, Tokenizer, load_tokenizer
 from pc_recipe.files import look, record
 from pc_recipe.files.record import Malformed, Tables
 from pc_recipe.files.run_folder import read_environment
-from pc_recipe.train.checkpoint_folder import CheckpointFolder
-from pc_recipe.train.checkpoint_values import SavedTokenizer
-from pc_recipe.train.fingerprint import read_tokenizer
 
 FOLDER = "tokenizer"
 THE_SAME = "checkpoint.initial_load_tokenizer_is_the_same = true"
