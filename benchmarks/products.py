@@ -1,38 +1,27 @@
-"""PC's two passes: time by precision, and counts of operations, beside those of another checkout.
+"""Time of PC's two passes by precision, beside that of another checkout.
 
     python benchmarks/products.py [--flavor 1B] [--precisions tf32]    # on the GPU if there is one
     python benchmarks/products.py --against CHECKOUT --flavor 271M --precisions float32
-    python benchmarks/products.py --against CHECKOUT --ranks 8 64 512          # counts only
 
-Time is that of the matrices of one layer, one by one: write PC(W), and pull a gradient back, with and without what the
+The matrices of one layer are computed one by one: write PC(W), and pull a gradient back, with and without what the
 first pass kept. Variants take turns; "before" is the other checkout, in float32.
-
-Counts are for the rank with the most FLOPs, with matrices on the meta device: FLOPs of matmuls, operations that would be
-kernels on a GPU, and the bytes that each reads and writes. Matrices of one shape that share a batch share kernels, which
-this does not show.
 """
 
 import argparse
 import json
 import statistics
 import sys
-from functools import cache, partial
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode
 
-from pc.assignment import assign
 from pc.errors import UserError, exit_on_user_error
 from pc.method import Method, power_iteration
 from pc.spectral import initial_vectors
-from pc.step import KEPT_BYTES
 from pc_recipe.config import load_config
-from pc_recipe.files import markdown
 from pc_recipe.files.atomic import write_atomically
 from pc_recipe.plan.cost import RunCost
 from timing import DEVICE, hardware, interleaved
@@ -61,9 +50,6 @@ def method_of(checkout: Path, **settings) -> Method:
 
 def inputs_of(shape: tuple[int, int], device: str) -> tuple[Tensor, ...]:
     """W, a gradient of PC(W), gamma and settled u and v, of one matrix."""
-    if device == "meta":
-        n, m = shape
-        return tuple(torch.empty(1, *size, device=device) for size in ((n, m), (n, m), (1,), (n,), (m,)))
     generator = torch.Generator(device).manual_seed(0)
     weight, gradient = torch.randn(2, 1, *shape, generator=generator, device=device)
     u, v = (vector[None].to(device) for vector in initial_vectors("", shape))
@@ -93,45 +79,6 @@ def measure(
     return {part: {name: seconds[part, name] for name in methods} for part in PARTS}
 
 
-class Operations(TorchDispatchMode):
-    """Counts what would be kernels, and the bytes of their tensors."""
-
-    number = bytes = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        if function._schema.is_mutable or not any(given.alias_info for given in function._schema.returns):
-            tensors = [x for x in tree_leaves((args, kwargs, result)) if isinstance(x, Tensor)]
-            self.number += 1
-            self.bytes += sum(x.nbytes for x in tensors)
-        return result
-
-
-@cache
-def count(method: Method, shape: tuple[int, int], keeps: bool) -> tuple[list[int], int]:
-    """FLOPs, operations and bytes of both passes, and the bytes that the first leaves for the second."""
-    weight, gradient, gamma, u, v = inputs_of(shape, "meta")
-    with FlopCounterMode(display=False) as flops, Operations() as operations:
-        kept = method.evaluate(weight, gamma, u, v)[-1]
-        method.pull_back(weight, gradient, gamma, u, v, kept if keeps else ())
-    return [flops.get_total_flops(), operations.number, operations.bytes], sum(x.nbytes for x in kept)
-
-
-def count_on_ranks(method: Method, run_cost: RunCost, ranks: int) -> list[float]:
-    """FLOPs, operations and GiB of the rank with most FLOPs, and MiB that it keeps."""
-    loads = [[0, 0, 0, 0] for _ in range(ranks)]
-    owners = assign([split.cost for split in run_cost.splits], ranks)
-    for (n, m, _), owner in zip(run_cost.matrices, owners, strict=True):
-        both, kept = count(method, (n, m), keeps=True)
-        if keeps := loads[owner][3] + kept <= KEPT_BYTES:
-            loads[owner][3] += kept
-        else:
-            both, _ = count(method, (n, m), keeps)
-        loads[owner][:3] = [a + b for a, b in zip(loads[owner], both, strict=False)]
-    flops, operations, size, kept = max(loads)
-    return [flops, operations, size / 2**30, kept / 2**20]
-
-
 @exit_on_user_error
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -139,22 +86,12 @@ def main() -> None:
     parser.add_argument("--level", type=int, default=4)
     parser.add_argument("--precisions", nargs="+", default=["tf32", "float32"])
     parser.add_argument("--against", type=Path, help="another checkout")
-    parser.add_argument("--ranks", type=int, nargs="+", help="count instead, for these numbers of ranks")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--output", type=Path, help="folder for passes.json; printed otherwise")
     chosen = parser.parse_args()
     overrides = ["--model.flavor", chosen.flavor, "--training.local_batch_size", "1"]
     others = {"before": method_of(chosen.against, level=chosen.level)} if chosen.against else {}
     ours = {name: method_of(ROOT, level=chosen.level, compute_dtype=name) for name in chosen.precisions}
-    if chosen.ranks:
-        run_cost = RunCost(load_config(CONFIG, [*overrides, "--pc.level", str(chosen.level)]), 1)
-        rows = [
-            (ranks, name, *(f"{number:.4g}" for number in count_on_ranks(method, run_cost, ranks)))
-            for ranks in chosen.ranks
-            for name, method in (others | ours).items()
-        ]
-        print(markdown.table(("ranks", "variant", "FLOPs", "operations", "GiB", "MiB kept"), rows), end="")
-        return
     layer = RunCost(load_config(CONFIG, [*overrides, "--model.n_layers", "1"]), 1).matrices
     seconds = measure(others | ours, [(n, m) for n, m, _ in layer], chosen.rounds)
     record = {"torch": torch.__version__, "hardware": hardware(), "flavor": chosen.flavor, "matrices": len(layer)}

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 SHAPE = ["--flavor", "tiny", "--seq-len", "16", "--local-batch-size", "2", "--micro-batches", "3", "--rounds", "2"]
@@ -115,24 +116,60 @@ def test_large_rows_fit_the_memory(step, monkeypatch, tmp_path, gib, halved):
         assert batch * micro_batches == 4 * rows[name].micro_batches
 
 
-def test_passes_beside_another_checkout_and_by_precision(step, monkeypatch, capsys):
+def _table(monkeypatch, capsys, module, *words):
+    """The cells of the table that a benchmark prints, without its heads."""
+    monkeypatch.setattr(sys, "argv", [module.__file__, *words])
+    module.main()
+    lines = capsys.readouterr().out.splitlines()[2:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def test_errors_by_precision(step, monkeypatch, capsys):
     import precision
+
+    table = _table(monkeypatch, capsys, precision, "--width", "32", "--levels", "4")
+    rows = {row[1]: [float(cell) for cell in row[2:]] for row in table}
+    assert all(4 * one < other for one, other in zip(rows["float32"], rows["tf32"], strict=True))
+
+
+def test_passes_beside_another_checkout(step, monkeypatch, capsys):
     import products
 
-    def table(module, *words):
-        monkeypatch.setattr(sys, "argv", [module.__file__, *words])
-        module.main()
-        lines = capsys.readouterr().out.splitlines()[2:]
-        return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-
-    words = "--flavor tiny --precisions float32 --ranks 1 16 --against".split()
-    alone, alone_now, many, many_now = table(products, *words, str(ROOT))
-    assert alone_now[2:] == alone[2:] and many_now[2:] == many[2:]  # the same code
+    words = [products.__file__, "--flavor", "tiny", "--precisions", "float32", "--rounds", "1", "--against"]
+    monkeypatch.setattr(sys, "argv", [*words, str(ROOT)])
+    products.main()
+    assert set(json.loads(capsys.readouterr().out)["seconds"]["pull back"]) == {"before", "float32"}
+    monkeypatch.setattr(sys, "argv", [*words, str(ROOT / "tests")])
     with pytest.raises(SystemExit):  # it uses the given checkout, not the installed one
-        table(products, *words, str(ROOT / "tests"))
-    assert float(alone[2]) > float(many[2]) > 0 and float(alone[5]) > float(many[5]) > 0  # FLOPs, MiB kept
-    rows = {row[1]: [float(cell) for cell in row[2:]] for row in table(precision, "--width", "32", "--levels", "4")}
-    assert all(4 * one < other for one, other in zip(rows["float32"], rows["tf32"], strict=True))
+        products.main()
+
+
+def test_bytes_of_operations(step):
+    import traffic
+
+    x, square, vector = (torch.empty(shape, device="meta") for shape in ((2, 3), (2, 2), 2))
+    for operation, elements in (
+        (lambda: x @ x.mT, 6 + 4),
+        (lambda: x @ x.clone().mT, 3 * 6 + 6 + 4),
+        (lambda: square.add_(vector), 4 + 2 + 4),
+        (lambda: torch._foreach_copy_([x, square], [x.half(), square]), 6 + 3 + 3 + 4 + 6 + 4),
+        (lambda: torch.addmm(x, square, x, out=x), 6 + 4 + 6),
+        (lambda: square.new_zeros(5).view(5, 1).mT, 5),
+        (lambda: torch.empty_like(x), 0),
+    ):
+        with traffic.Traffic() as found:
+            operation()
+        assert sum(found.bytes.values()) == 4 * elements
+
+
+def test_traffic_by_ranks(step, monkeypatch, capsys):
+    import traffic
+
+    words = ["--config", str(ROOT / "train_configs" / "debug.toml"), "--precisions", "float32", "--ranks", "1", "4"]
+    alone, of_four = _table(monkeypatch, capsys, traffic, *words)
+    assert alone[4:] == [alone[4], "0.000", "0"] and of_four[6] == "4"  # two all-to-alls for each pass
+    flops = [float(row[4].split()[0]) for row in (alone, of_four)]
+    assert 0.9 * flops[0] < 4 * flops[1] < 1.1 * flops[0]
 
 
 @pytest.mark.soak
