@@ -3,7 +3,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torchtitan.models.llama3 import Transformer, TransformerModelArgs
 from torchtitan.models.llama3.model.args import RoPEScalingArgs
@@ -15,13 +14,6 @@ from pc_recipe.train.diagnostics import Diagnostics
 from pc_recipe.train.rank_sums import RankNumbers
 
 pytestmark = pytest.mark.usefixtures("one_process")
-
-
-@pytest.fixture(scope="module")
-def one_process():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 # Sums of a few thousand float32 squares in a different order.

@@ -4,19 +4,11 @@ import math
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import pc
 from helpers.toy import toy_model
 from pc import PCConfig
 from pc_recipe.train.nonfinite import FiniteSteps
-
-
-@pytest.fixture
-def one_process():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("value", [math.nan, 1e30])
