@@ -25,14 +25,20 @@ from pc.weight import Weight, added_names, named_weights, require_precision
 def attach(model: nn.Module, config: PCConfig = PCConfig(), **settings: Any) -> nn.Module:
     """Mark the weights that `config.blocks` matches, in place; returns the model. Printing it shows them.
 
-    Nothing else changes, but forward passes are refused until `pc.precondition` is called. Call `attach` before wrapping
-    with DDP or FSDP.
+    Nothing else changes, but a forward pass raises until `pc.precondition` is called. Call `attach` before wrapping with
+    DDP or FSDP.
 
     The current weight becomes W. For trained weights call `pc.preserve` before `pc.precondition`: it makes the current
     weight PC(W).
 
+    Args:
+        model: any module, also on the meta device.
+        config: which weights get PC, and how.
+        settings: none: a keyword raises an error that says how to give it as a `PCConfig`.
+
     Raises:
-        UserError: the model is then as before.
+        UserError: in these cases, and the model is then as before:
+
             - The model has PC already, or is wrapped in DDP or FSDP.
             - An entry of `blocks` matches no weight, or two match the same one.
             - It is not known how a matched weight, or one beside it, is split into matrices (`PCConfig.splits`).

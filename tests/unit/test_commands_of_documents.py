@@ -57,7 +57,7 @@ def shell_lines(document: str) -> Iterator[str]:
             r"```\w*\n(.*?)(?:```|\Z)|^ {4}(\S[^\n]*)|`([^`\n]+)`", paragraph, re.DOTALL | re.MULTILINE
         ):
             lines = "".join(found).splitlines()
-            if OURS.match(lines[0]) and not past:
+            if lines and OURS.match(lines[0]) and not past:
                 yield from (line for line in lines if not line.endswith(" ..."))
 
 

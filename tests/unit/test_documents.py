@@ -1,7 +1,6 @@
-"""What the documents name exists: linked files and headings, paths, keys, tests. Another file tests their commands."""
+"""What the documents name without a link exists: paths, keys, tests. `test_site.py` tests links, another file commands."""
 
 import re
-from pathlib import Path
 
 import pytest
 
@@ -21,20 +20,6 @@ def code_of(paragraph: str) -> str:
     if re.match(r"```|    ", paragraph):
         return paragraph
     return "\n".join(re.findall(r"```.*?(?:```|$)|`[^`]+`", paragraph, re.DOTALL))
-
-
-def anchors(document: Path) -> set[str]:
-    headings = re.findall(r"^#+ (.*)", document.read_text(), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
-
-
-@pytest.mark.parametrize("document", DOCUMENTS)
-def test_links(document):
-    for target in re.findall(r"\]\(([^)\s]+)\)", (ROOT / document).read_text()):
-        if not target.startswith("http"):
-            path, _, anchor = target.partition("#")
-            file = (ROOT / document).parent / path if path else ROOT / document
-            assert file.exists() and (not anchor or anchor in anchors(file)), target
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
