@@ -1,8 +1,10 @@
 """One global order of sequences for any number of ranks, and resume with exactly the next sequence."""
 
+import errno
 import random
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,6 +14,8 @@ from pc.errors import UserError
 from pc_recipe.data.loader import IGNORED_LABEL, GlobalOrderLoader
 from pc_recipe.data.order import shuffled
 from pc_recipe.data.token_files import TokenStream
+from pc_recipe.files import look
+from pc_recipe.files.errors import ReadFailed
 
 SEQ_LEN = 24
 
@@ -147,3 +151,23 @@ def test_each_validation_begins_anew_and_ignores_the_seed(build):
     next(iter(loader))  # an interrupted pass
     assert [rows(batch) for batch in loader] == first
     assert [rows(batch) for batch in build("validation", limit_sequences=8, seed=99)] == first
+
+
+def test_data_that_cannot_be_read_ahead_are_an_error_when_they_are_used(build, monkeypatch):
+    """So that the batches before them are trained on, and saved."""
+    loader = build()
+    iterator = iter(loader)
+    next(iterator)
+    assert loader.look_ahead(1) is None
+
+    def fail(*_, **__):
+        raise OSError(errno.EIO, "made by the test")
+
+    monkeypatch.setattr(look, "PAUSES", ())
+    monkeypatch.setattr(np, "fromfile", fail)
+    error = loader.look_ahead(2)
+    assert isinstance(error, ReadFailed) and "tokens.npy: could not be read (made by the test)" in str(error)
+    assert len(rows(next(iterator))) == 4 and loader.state_dict()["position"] == 8
+    with pytest.raises(ReadFailed):
+        next(iterator)
+    assert loader.state_dict()["position"] == 8

@@ -4,11 +4,12 @@ import math
 
 import pytest
 import torch
+from torch import nn
 
 import pc
 from helpers.toy import toy_model
 from pc import PCConfig
-from pc_recipe.train.nonfinite import FiniteSteps
+from pc_recipe.train.nonfinite import Diverged, FiniteSteps
 
 
 @pytest.mark.parametrize("value", [math.nan, 1e30])
@@ -35,3 +36,21 @@ def test_the_trainer_names_the_matrix(one_process, value):
         assert named == f"PC of {name}.weight (largest weight 1.0e+30)"
     else:
         assert named == f"{name}.weight"
+
+
+def test_only_steps_in_a_row_end_a_run(one_process):
+    """The error names the data of all of them, and tensors that are not finite."""
+    model = nn.ParameterDict({name: nn.Parameter(torch.zeros(2)) for name in "abcdef"})
+    for name, value in zip("abcdef", (1.0, math.inf, math.nan, math.nan, math.nan, math.nan), strict=True):
+        model[name].grad = torch.tensor([0.0, value])
+    finite = FiniteSteps([model], None, 3)
+    found = [finite.skips(step, step in (3, 6), range(12 * step, 12 * step + 12)) for step in range(1, 9)]
+    assert found == [True, True, False, True, True, False, True, True] and finite.count == 6
+    with pytest.raises(Diverged) as raised:
+        finite.skips(9, False, range(108, 120))
+    said = str(raised.value)
+    assert said.startswith(
+        "the loss or the gradient norm was not finite in 3 steps in a row, up to step 9; data positions 84-119; not finite "
+        "now: gradient of b, gradient of c, gradient of d, gradient of e. None of these steps changed the weights"
+    )
+    assert "data.skip" in said and "\n" not in said

@@ -2,6 +2,7 @@ import json
 import logging
 import math
 import resource
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -148,3 +149,52 @@ def test_processor_logs_lines_and_counts_spikes_across_a_resume(tmp_path, caplog
     assert lines[-1]["validation_loss"] == 2.5 and len(lines) == 23
     assert lines[-2]["step_seconds"] == pytest.approx(1.0, abs=0.1)
     assert lines[-2]["tokens_per_second"] == pytest.approx(32, rel=0.1)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """clock(seconds) lets time pass, for everybody."""
+    passed = [100.0]
+    for name in ("perf_counter", "monotonic"):
+        monkeypatch.setattr(time, name, lambda: passed[0])
+    return lambda seconds: passed.append(passed.pop() + seconds)
+
+
+def test_a_step_takes_the_time_of_training_alone(tmp_path, clock):
+    """Not that of loading before the first step, of validations and of checkpoints."""
+    processor = _processor(tmp_path)
+    clock(8.0)  # it loads
+    for step, seconds in enumerate((1.0, 0.25, 0.5, 2.0), start=1):
+        processor.resume()
+        clock(seconds)
+        processor.data_loading_times, processor.ntokens_since_last_log = [0.1], 32
+        processor.add_numbers(torch.ones(1, 3))
+        processor.log(step, 3.0, 3.5, 0.5)
+        processor.pause()
+        if step != 2:
+            clock(4.0)
+            processor.log_validation(2.5, step)
+        clock(16.0)  # it saves
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step_seconds"] for line in lines if "loss" in line] == [1.0, 0.25, 0.5, 2.0]
+
+
+def test_a_slow_rank_is_sought_from_the_second_step_on_every_twenty_seconds(tmp_path, clock, monkeypatch):
+    """The first step includes compilation."""
+    said: list[str] = []
+    monkeypatch.setattr(metrics.logger, "warning", said.append)
+    processor = _processor(tmp_path)
+
+    def log(seconds: float, output: list[float]) -> int:
+        """Seconds of three ranks in the output layer; returns the number of warnings."""
+        clock(seconds)
+        processor.add_numbers(torch.tensor([[1.0, 0.0, own] for own in output]))
+        processor.data_loading_times, processor.ntokens_since_last_log = [0.1], 32
+        processor.log(1, 3.0, 3.5, 0.5)
+        return len(said)
+
+    assert [log(30.0, [1.0, 9.0, 1.0]), log(12.0, [1.0, 1.0, 1.0]), log(6.0, [1.0, 1.3, 1.0])] == [0, 0, 0]
+    assert log(6.0, [1.0, 1.1, 1.0]) == 1
+    assert said[0].startswith("Rank 1 is slow: in 24 s it spent 3.4 s on the output layer and the loss, the median")
+    assert log(24.0, [1.0, 1.0, 1.0]) == 1  # what was said is not counted again
+    assert log(24.0, [1.0, 1.0, 2.0]) == 2 and said[1].startswith("Rank 2 is slow: in 24 s it spent 2 s")

@@ -1,14 +1,13 @@
-"""A rank's time in the output layer on a GPU, with events that the stream reaches one second apart.
-
-`tests/distributed/test_slow_rank.py` tests it with the host's clock, and the warning.
-"""
+"""A rank's time in the output layer, on a GPU with events that the stream reaches one second apart; and which rank is slow."""
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 from torch import nn
 
-from pc_recipe.train.slow_ranks import OutputTimes
+from pc_recipe.train import slow_ranks
+from pc_recipe.train.slow_ranks import OutputTimes, describe_slow_ranks
 
 
 class Event:
@@ -46,3 +45,27 @@ def test_events_are_recorded_in_training_and_waited_for_when_taken(monkeypatch):
     assert len(Event.recorded) == 4 and not any(event.reached for event in Event.recorded)
     assert times.take() == 2.0  # two micro-batches
     assert times.take() == 0.0
+
+
+def test_without_a_gpu_the_host_measures(monkeypatch):
+    monkeypatch.setattr(slow_ranks, "_now", iter([10.0, 10.5, 20.0, 22.0]).__next__)
+    output = nn.Linear(7, 10)
+    times = OutputTimes([SimpleNamespace(output=output)])
+    for _ in range(2):
+        output(torch.ones(3, 7, requires_grad=True)).sum().backward()
+    assert times.take() == 2.5
+
+
+@pytest.mark.parametrize(
+    "loading, output, work",
+    [
+        ([1.0, 2.1, 1.0], [5.0, 5.0, 5.0], "2.1 s on loading data, the median of the ranks 1 s"),  # above 10 % of 10 s
+        ([1.0, 1.9, 1.0], [5.0, 5.0, 5.0], ""),
+        ([1.0, 1.0, 1.0], [5.0, 5.6, 5.0], "5.6 s on the output layer and the loss, the median of the ranks 5 s"),
+        ([1.0, 1.0, 1.0], [5.0, 5.4, 5.0], ""),  # below 10 % of the median
+        ([1.0, 1.0, 1.0], [0.0, 5.4, 5.0], ""),  # a pipeline stage without an output layer
+    ],
+)
+def test_a_rank_that_is_behind_is_named_with_its_work(loading, output, work):
+    lines = describe_slow_ranks(torch.tensor(loading), torch.tensor(output), 10.0)
+    assert lines == ([f"Rank 1 is slow: in 10 s it spent {work}"] if work else [])

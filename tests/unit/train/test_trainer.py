@@ -1,5 +1,6 @@
 """The trainer's parts, one at a time, with stand-ins for the others: no model is trained, and nothing waits for a rank."""
 
+import math
 import os
 import signal
 from collections import Counter
@@ -214,10 +215,10 @@ def test_the_gradients_of_a_pipeline_are_divided_by_the_tokens(pipeline, expecte
     made._finish_gradients()  # without PC
 
 
-def _agree(monkeypatch, loss=2.0, **attributes) -> tuple[Trainer, Agreement]:
+def _agree(monkeypatch, loss=2.0, gradient=3.0, **attributes) -> tuple[Trainer, Agreement]:
     """On one rank, whose gradient is (3, 4), with four loading times; looking ahead takes half a second."""
     weight = nn.Parameter(torch.zeros(2))
-    weight.grad = torch.tensor([3.0, 4.0])
+    weight.grad = torch.tensor([gradient, 4.0])
     parts = [nn.ParameterList([weight])]
     made = _made(_squared_norm=SquaredNorm(parts, 1), _finite_steps=FiniteSteps(parts, None, limit=3))
     made.checkpointer.minutes_are_over.return_value = False
@@ -257,8 +258,10 @@ def test_a_rank_wishes_to_stop_or_to_save(monkeypatch, one_process, requested, n
     assert (made._stop_agreed, made.checkpointer.save_is_due) == (stops, saves)
 
 
-def test_a_step_that_is_not_finite_is_counted_and_makes_no_update(monkeypatch, one_process):
-    made, agreed = _agree(monkeypatch, loss=float("nan"))
+@pytest.mark.parametrize("loss, gradient", [(math.nan, 3.0), (2.0, math.nan), (2.0, math.inf), (2.0, 1e30)])
+def test_a_step_that_is_not_finite_is_counted_and_makes_no_update(monkeypatch, one_process, loss, gradient):
+    """The squares of gradients of 1e30 are infinite."""
+    made, agreed = _agree(monkeypatch, loss, gradient)
     assert made.optimizers.skips_step is True
     made.metrics_processor.log_metrics.assert_called_once_with(3, {"steps_left_out": 1})
     calls = _recorded(made, "checkpointer", "_arm", "optimizers")
@@ -409,17 +412,20 @@ def kept_signal():
 
 @pytest.fixture
 def start(monkeypatch, tmp_path, one_process, kept_signal, said):
-    """start(loaded, step, stops=False) -> (recorded steps, states in status.json while it trains and afterwards)."""
+    """start(loaded, step, stops=False) -> (recorded steps, states in status.json while it trains and afterwards); `loaded` is
+    a folder, nothing, or the error that refuses it."""
     (tmp_path / "metrics.jsonl").write_text('{"step": 6, "loss": 1.0}\n')
     held = lock(tmp_path)  # else the state would read as "interrupted"
 
-    def run(loaded: str, step: int, stops: bool = False):
+    def run(loaded: str | UserError, step: int, stops: bool = False):
         made, recorded, states = _made(step=0), [], []
         made.config.job.dump_folder = str(tmp_path)
         made.metrics_processor.device_memory_monitor = SimpleNamespace(device_name="CPU")
 
         def load(*given):
             assert given == (made.config, made.checkpointer, made.optimizers)
+            if isinstance(loaded, UserError):
+                raise loaded
             made.step = step
             return Path(loaded) if loaded else None
 
@@ -463,6 +469,12 @@ def test_a_checkpoint_after_the_last_step_is_refused_before_anything_is_written(
         start(f"{tmp_path}/checkpoint/step-11", 11)
     assert not (tmp_path / "status.json").exists() and len(read_log(tmp_path).lines) == 1
     assert start(f"{tmp_path}/checkpoint/step-10", 10)[0] == [10]  # control
+
+
+def test_a_start_that_is_refused_writes_nothing(start, tmp_path):
+    with pytest.raises(UserError, match="of another method"):
+        start(UserError("of another method"), 0)
+    assert not (tmp_path / "status.json").exists() and len(read_log(tmp_path).lines) == 1
 
 
 def test_other_ranks_write_nothing(start, tmp_path, monkeypatch):
