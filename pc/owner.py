@@ -11,7 +11,7 @@ With three ranks, A [3, m], B [3, m] and the smaller C [2, m] (its last shard is
 Under FSDP, tensor parallelism, or both, a shard is one rectangular slice of its matrix. The ranks of all mesh
 dimensions that shard an item form one flat group. HSDP replicas repeat the work (docs/performance.md). A rank that
 holds whole matrices, as where a stack [E, n, m] of experts is sharded over E alone, is a group alone and sends nothing.
-Who computes what is worked out in `pc.assignment`. PC's function is `evaluate` or `pull_back` of `pc.splits`.
+Who computes what is worked out in `pc.assignment`. PC's functions are `evaluate` and `pull_back` of `pc.splits`.
 """
 
 import itertools
@@ -66,7 +66,7 @@ class Plan:
     ) -> None:
         sides = [side for both in ((inputs, outputs), *others) for side in both]
         self._signatures = [_signature(side) for side in sides]
-        self._room = room or 0
+        self._room = room
         if any(len({dtype for *_, dtype in signature}) > 1 for signature in self._signatures):
             raise UserError("pc.owner needs inputs of one dtype, and outputs of one dtype")
         settings = settings if settings is not None else [None] * len(inputs)
@@ -85,10 +85,12 @@ class Plan:
             limit = 0 if one_by_one and not group.process_group else BUCKET_BYTES
             # The first bucket has the first chunk of every owner, and so on: all owners work at the same time.
             for of_owners in itertools.zip_longest(*(chunks(of_owner, limit) for of_owner in owned), fillvalue=[]):
-                self._buckets.append(_Bucket(group, of_owners, len(sides), one_by_one, room is not None))
+                self._buckets.append(_Bucket(group, of_owners, len(sides), one_by_one))
 
     @torch.no_grad()
-    def run(self, function: Callable[..., Sequence], inputs: Sequence[Item], outputs: Sequence[Item]) -> None:
+    def run(
+        self, function: Callable[..., Sequence], inputs: Sequence[Item], outputs: Sequence[Item], other: int = 0
+    ) -> None:
         """Run `function` on full tensors, each matrix on one rank, and write its results into `outputs`.
 
         Every rank calls this. It runs two collectives per bucket of matrices.
@@ -97,13 +99,13 @@ class Plan:
             function: called as `function(settings, *batch)`, where each tensor has a leading batch dimension over matrices
                 with the same settings and shapes; returns a tuple of batched results, one for each tensor of an output item.
                 It must not write to its inputs, which may be views of the stored tensors. In a plan with `room` it returns one
-                thing more, such as a list of tensors; that stays here, and is the last argument of the next function for this
-                batch. It is None at first, after `forget`, and where there was too little room.
+                thing more, such as a list of tensors. That stays here if there is room, and until `forget` the next function
+                for this batch gets it as its last argument.
             inputs, outputs: tensors with the shapes, shards and dtypes of those that this plan was made for.
+            other: 0: for its `inputs` and `outputs`; 1: for the first of `others`, and so on.
         """
-        given = [_signature(inputs), _signature(outputs)]
-        side = next((i for i in range(0, len(self._signatures), 2) if self._signatures[i : i + 2] == given), None)
-        if side is None:
+        side = 2 * other
+        if self._signatures[side : side + 2] != [_signature(inputs), _signature(outputs)]:
             raise UserError("this plan was made for tensors of other shapes, shards or dtypes; make a new one")
         shards, room = (shards_of(inputs), shards_of(outputs)), self._room
         for bucket in self._buckets:
@@ -145,15 +147,10 @@ def _signature(items: Sequence[Item]) -> list[tuple]:
 
 
 class _Batch:
-    """Matrices of equal settings and shapes that this rank computes together.
+    """Matrices of equal settings and shapes that this rank computes together."""
 
-    Attributes:
-        keeps: whether the function gets `kept`, and returns what to keep.
-    """
-
-    def __init__(self, matrices: list[Matrix], keeps: bool) -> None:
+    def __init__(self, matrices: list[Matrix]) -> None:
         self.matrices, self.settings = matrices, matrices[0].settings
-        self.keeps = keeps
         self.kept: Any = None
 
 
@@ -163,9 +160,7 @@ class _Bucket:
     Sides: the inputs of the first function, its outputs, the inputs of the second, and so on.
     """
 
-    def __init__(
-        self, group: Group, of_owners: Sequence[list[Matrix]], sides: int, one_by_one: bool, keeps: bool
-    ) -> None:
+    def __init__(self, group: Group, of_owners: Sequence[list[Matrix]], sides: int, one_by_one: bool) -> None:
         def pieces(side: int, owner: int, holder: int) -> list[Piece]:
             # an owner gets each input once; every replica gets results
             nearest_to = owner if side % 2 == 0 else None
@@ -174,9 +169,10 @@ class _Bucket:
         alike: dict[Hashable, list[Matrix]] = defaultdict(list)
         for matrix in of_owners[group.rank]:
             alike[matrix if one_by_one else (matrix.settings, *matrix.shapes)].append(matrix)
-        self.batches = [_Batch(matrices, keeps) for matrices in alike.values()]
+        self.batches = [_Batch(matrices) for matrices in alike.values()]
         self.group, ranks = group.process_group, range(len(of_owners))
-        self.sends = [any(m.is_sharded(side) for m in itertools.chain(*of_owners)) for side in range(sides)]
+        # of each input side; results are sent wherever there is a group
+        self.sends = {s: any(m.is_sharded(s) for m in itertools.chain(*of_owners)) for s in range(0, sides, 2)}
         # For each side: the pieces that this rank holds, a list for each owner; and the pieces of the matrices that it owns,
         # a list for each holder. Inputs go from holder to owner, outputs from owner to holder.
         self.held = [[pieces(side, owner, group.rank) for owner in ranks] for side in range(sides)]
@@ -188,8 +184,8 @@ class _Bucket:
         function: Callable,
         inputs: Sequence[Sequence[Tensor]],  # this rank's shards of each item
         outputs: Sequence[Sequence[Tensor]],
-        room: int,  # bytes
-    ) -> int:  # the room that is left
+        room: int | None,  # bytes; None: functions keep nothing
+    ) -> int | None:  # the room that is left
         shards = [inputs[p.matrix.item][p.tensor][p.where] for p in itertools.chain(*self.held[side])]
         like = inputs[0][0]
         if self.sends[side]:
@@ -198,9 +194,9 @@ class _Bucket:
         batches = self._assemble(side, shards, like)
         results = []
         for batch in self.batches:
-            kept = [batch.kept] if batch.keeps else []
+            kept = [] if batch.kept is None else [batch.kept]
             found = [*function(batch.settings, *batches.pop(0), *kept)]  # pop frees the memory of a batch
-            if batch.keeps:
+            if room is not None:
                 keep = found.pop()
                 size = sum(tensor.nbytes for tensor in tree_leaves(keep) if isinstance(tensor, Tensor))
                 batch.kept, room = (keep, room - size) if size <= room else (None, room)

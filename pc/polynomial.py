@@ -1,7 +1,8 @@
 """The polynomial maps that PC applies to singular values (`pc.maps`), evaluated on matrices.
 
 On a matrix `A = U diag(sigma) V^T` the map needs only one Gram matrix: `g(A) = p(A A^T) A = A p(A^T A)`
-equals `U diag(g(sigma)) V^T` (paper, proposition 1). In shapes, r = min(n, m) and l = max(n, m).
+equals `U diag(g(sigma)) V^T` (paper, proposition 1). In shapes, r = min(n, m) and l = max(n, m). Both passes of a step end
+here; back up, `pc.owner` sends the results to the ranks that hold shards.
 """
 
 from collections.abc import Sequence

@@ -8,6 +8,8 @@ rows (outputs) belong to parts, such as q, k and v of a fused projection. Each p
     rows 2:4   k of head 0     ->     k [4, m] of rows 2:4 and 8:10                 ...
     rows 4:6   v of head 0            not chosen by `PCConfig.blocks`: its rows stay as they are
     rows 6:8   q of head 1 ...
+
+Each matrix goes on to `pc.method`.
 """
 
 import math
@@ -151,7 +153,6 @@ class WeightSplit:
         gamma: Tensor,  # [B, P]
         u: Tensor,  # [B, rows of all P matrices together]
         v: Tensor,  # [B, P, m], or [B, m] for P = 1
-        kept: Any = None,  # of an earlier step
         *,
         advance: bool = True,
     ) -> tuple[Any, ...]:

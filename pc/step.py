@@ -62,7 +62,7 @@ class Step:
         plan, gammas = self._plan(weights, share=True)
         inputs = [(w.orig, g, gamma, w.u, w.v) for w, g, gamma in zip(weights.values(), gradients, gammas, strict=True)]
         outputs = [(torch.empty_like(g), torch.empty_like(gamma)) for g, gamma in zip(gradients, gammas, strict=True)]
-        plan.run(WeightSplit.pull_back, inputs, outputs)
+        plan.run(WeightSplit.pull_back, inputs, outputs, other=1)
         return [(of_w, viewed(of_g, (of_g.numel(),)) if of_g.ndim > 1 else of_g) for of_w, of_g in outputs]
 
     def write(
@@ -116,7 +116,7 @@ class Step:
     def _make_plan(
         self, weights: Mapping[str, Tensors], gammas: list[Tensor], sharing: dist.ProcessGroup | None
     ) -> Plan:
-        """For both passes; of fewer weights than are written, for the pull back alone, for which nothing is kept."""
+        """For both passes. One of fewer weights than are written only pulls back, and so keeps nothing."""
         for name, w in weights.items():
             require_precision(name, w.effective)
         pairs = [*zip(weights.values(), gammas, strict=True)]
@@ -129,6 +129,4 @@ class Step:
         )
         splits = [self._splits[name] for name in weights]
         costs = [split.cost for split in splits]
-        if len(weights) < len(self._splits):
-            return Plan(*pull_back, splits, costs, sharing, room=0)
         return Plan(*write, splits, costs, sharing, others=[pull_back], room=KEPT_BYTES)

@@ -6,7 +6,8 @@
     weight_u, weight_v    buffers
 
 W is sharded as `weight` is, u and v over the same ranks (`pc.shards.shard_like`), gamma as `shard_gammas` says.
-`pc.precondition` adds them once DDP or FSDP has wrapped the model, so that neither sees them.
+`pc.precondition` adds them once DDP or FSDP has wrapped the model, so that neither sees them. As `Tensors` they go on to
+`pc.step`.
 """
 
 from collections.abc import Iterable, Iterator
