@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import pc
@@ -38,8 +39,14 @@ def test_the_trainer_names_the_matrix(one_process, value):
         assert named == f"{name}.weight"
 
 
-def test_only_steps_in_a_row_end_a_run(one_process):
-    """The error names the data of all of them, and tensors that are not finite."""
+def test_only_steps_in_a_row_end_a_run(monkeypatch):
+    """The error names the data of all of them, and tensors that are not finite, perhaps on another rank alone."""
+
+    def gather(of_ranks, own):
+        of_ranks[:] = [["gradient of a"], own]
+
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "all_gather_object", gather)
     model = nn.ParameterDict({name: nn.Parameter(torch.zeros(2)) for name in "abcdef"})
     for name, value in zip("abcdef", (1.0, math.inf, math.nan, math.nan, math.nan, math.nan), strict=True):
         model[name].grad = torch.tensor([0.0, value])
@@ -51,6 +58,6 @@ def test_only_steps_in_a_row_end_a_run(one_process):
     said = str(raised.value)
     assert said.startswith(
         "the loss or the gradient norm was not finite in 3 steps in a row, up to step 9; data positions 84-119; not finite "
-        "now: gradient of b, gradient of c, gradient of d, gradient of e. None of these steps changed the weights"
+        "now: gradient of a, gradient of b, gradient of c, gradient of d. None of these steps changed the weights"
     )
     assert "data.skip" in said and "\n" not in said

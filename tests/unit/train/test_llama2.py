@@ -1,10 +1,11 @@
-"""Initial weights; that they do not depend on the layout is tested with whole runs (end_to_end/test_training.py)."""
+"""Initial weights; that they do not depend on the layout is tested with whole runs (end_to_end/test_parallelisms.py)."""
 
 import pytest
 import torch
 
+import pc
 from helpers.tiny import model_args
-from pc_recipe.train.llama2 import draw_parameter
+from pc_recipe.train.llama2 import Llama2, draw_parameter
 
 
 def _drawn(name, shape, **changes):
@@ -33,3 +34,17 @@ def test_a_block_may_start_larger():
     plain = _drawn("layers.1.feed_forward.w2.weight", (64, 64))
     larger = _drawn("layers.1.feed_forward.w2.weight", (64, 64), init_factors={"o": 1.6, "ffn": 1.8})
     torch.testing.assert_close(larger, 1.8 * plain)
+
+
+def test_a_model_with_pc_starts_from_the_w_of_the_baseline():
+    with torch.device("meta"):
+        models = [Llama2(model_args("nano", vocab_size=64)), pc.attach(Llama2(model_args("nano", vocab_size=64)))]
+    for model in models:
+        model.to_empty(device="cpu")
+        model.init_weights()
+    preconditioner = pc.precondition(models[1])
+    names = {f"{name}.weight": weight.orig for name, weight in preconditioner.weights.items()}
+    assert len(names) == 4 * len(models[0].layers)
+    with_pc = dict(models[1].named_parameters()) | names
+    for name, parameter in models[0].named_parameters():
+        assert torch.equal(with_pc[name], parameter), name

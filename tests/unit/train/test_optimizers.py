@@ -10,7 +10,7 @@ from pc_recipe.config import Config
 from pc_recipe.config.optimizers import KINDS
 from pc_recipe.config.schema import LRScheduler
 from pc_recipe.train.llama2 import Llama2
-from pc_recipe.train.optimizers import Optimizers, rate_factor
+from pc_recipe.train.optimizers import LRSchedulers, Optimizers, rate_factor
 
 
 def _made(**settings):
@@ -46,6 +46,53 @@ def test_a_loaded_state_leaves_the_settings_of_the_config():
     loaded = other.state_dict()
     assert saved and all(torch.equal(loaded[key], tensor) for key, tensor in saved.items() if key.startswith("state."))
     assert {group["lr"] for optimizer in other.optimizers for group in optimizer.param_groups} == {2e-2}
+
+
+def _step(model, made, seed):
+    for index, parameter in enumerate(model.parameters()):
+        drawn = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(100 * seed + index))
+        parameter.grad = drawn.to(parameter)
+    made.step()
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_loaded_state_continues_exactly(name):
+    """With head-wise Muon, if it is that."""
+    settings = {"name": name} | ({} if KINDS[name].splits_heads else {"muon_heads": []})
+    model, made = _made(**settings)
+    for seed in range(3):
+        _step(model, made, seed)
+    resumed, other = _made(**settings)
+    resumed.load_state_dict(model.state_dict())
+    saved = {key: value.clone() if torch.is_tensor(value) else value for key, value in made.state_dict().items()}
+    control, without = _made(**settings)
+    control.load_state_dict(model.state_dict())
+    other.load_state_dict(saved)
+    for one, optimizers in ((model, made), (resumed, other), (control, without)):
+        _step(one, optimizers, 7)
+    for key, parameter in model.named_parameters():
+        assert torch.equal(resumed.get_parameter(key), parameter), key
+        # AdamW's first step is another one; Muon's momentum shows in its matrices
+        assert not torch.equal(control.get_parameter(key), parameter), key
+
+
+def test_a_loaded_schedule_has_the_step_and_the_settings_of_the_config():
+    def schedulers(lr: float, steps: int):
+        _, made = _made(lr=lr)
+        return made, LRSchedulers(made, rate_factor(LRScheduler(warmup_steps=2, decay_ratio=1.0), steps))
+
+    made, saved = schedulers(1e-2, 10)
+    for _ in range(6):
+        made.step()
+        saved.step()
+    assert saved.state_dict() == {"muon": {"last_epoch": 6}, "adamw": {"last_epoch": 6}}
+    made, resumed = schedulers(1e-3, 20)
+    resumed.load_state_dict(saved.state_dict())
+    factor = rate_factor(LRScheduler(warmup_steps=2, decay_ratio=1.0), 20)
+    assert 0.1 < factor(6) < 0.9 and made.rates() == pytest.approx([1e-3 * factor(6)] * 3)
+    made.step()
+    resumed.step()
+    assert made.rates() == pytest.approx([1e-3 * factor(7)] * 3)
 
 
 @pytest.mark.parametrize("name", KINDS)
