@@ -16,13 +16,11 @@ ORDER = {
         "docs/method",
         "docs/report",
         "docs/analysis",
-        "docs/conditioning",
-        "docs/ladder",
-        "docs/evidence",
+        "docs/comparing",
         "docs/reproduce",
     ],
     "Costs and limits": ["docs/performance", "docs/parallelism", "SECURITY"],
-    "The code": ["CONTRIBUTING", "docs/glossary", "tests/README", "benchmarks/README", "findings/README", "CHANGELOG"],
+    "The code": ["CONTRIBUTING", "tests/README", "benchmarks/README", "findings/README", "CHANGELOG"],
     "Records": ["results/README", "results/*/README", "experiments/*/README"],
 }
 

@@ -1,4 +1,4 @@
-"""Draw summary.png, the figure of docs/should-i.md: what each arm ends at, and how PC's lead changes with tokens.
+"""Draw summary.png, the figure of docs/should-i.md: what each method ends at, and how PC's lead changes with tokens.
 
 python -m experiments.summary
 """

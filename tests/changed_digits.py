@@ -1,7 +1,7 @@
 """Change the measured digits of pages one by one: which changes would the tests notice? It takes a minute and changes no file.
 
     python tests/changed_digits.py                     # the share that is found, by page
-    python tests/changed_digits.py docs/evidence.md    # and each digit that is not found, and what counts as not measured
+    python tests/changed_digits.py docs/should-i.md    # and each digit that is not found, and what counts as not measured
 
 A digit counts as measured unless it is in code, in a link's target, in a plan, in a paragraph or table whose numbers are given by
 others or by a setting (`experiments.pages`), or in what `NOT_MEASURED` matches: settings, names, dates, sizes. A change is found if the page is no
@@ -24,8 +24,7 @@ from pc.errors import UserError  # noqa: E402
 PAGES = [
     "README.md",
     "docs/should-i.md",
-    "docs/evidence.md",
-    "docs/conditioning.md",
+    "docs/comparing.md",
     "docs/performance.md",
     "experiments/verdict/README.md",
 ]

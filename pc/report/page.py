@@ -29,7 +29,7 @@ def page(models: dict[str, Conditioning], with_pc: Collection[str] = ()) -> str:
     parts += ["<h2>What the advice rests on</h2>", html.table(words.EVIDENCE[0], words.EVIDENCE[1:])]
     parts += [
         "<p class=faint>The condition number is that of the baseline's o, gate, up and down at the end. Each run, with its plan, "
-        "is in docs/evidence.md of the project.</p>",
+        "is in docs/should-i.md of the project.</p>",
         f"<h2>How it is measured</h2><p class=faint>{escape(words.LEGEND)} {escape(words.HOW)}</p>",
         f"<details><summary>For a model card</summary><pre>{escape(words.card(models))}</pre></details>",
     ]

@@ -8,7 +8,7 @@ from pc.targets import counted, wildcard_layers
 
 TOKENS = 500_000  # of a step, in the text about the cost
 
-# Baselines at the end of their runs, and PC minus baseline, negative: PC is better (docs/evidence.md).
+# Baselines at the end of their runs, and PC minus baseline, negative: PC is better (docs/should-i.md).
 EVIDENCE = (
     ("condition number", "run of this project", "PC minus baseline, nats", "95 % interval"),
     ("30.0", "micro, AdamW, 0.96 tokens per parameter", "-0.037 per token", "-0.248 to +0.175"),
@@ -142,7 +142,7 @@ def advice(found: Conditioning) -> str:
             "we do not know."
         )
     return (
-        f"Will PC help? {said} This is a hypothesis from small and mostly short runs (widths 32 to 256; docs/evidence.md), "
+        f"Will PC help? {said} This is a hypothesis from small and mostly short runs (widths 32 to 256; docs/should-i.md), "
         "not a promise; in the one study that changed nothing but singular values, with very short runs, bad conditioning "
         "was part of the reason. It is about training from the start, not about these weights. "
         "PC has no lower bound, as its maps take 0 to 0, so this is a measurement, not a certificate."

@@ -12,8 +12,7 @@ from pc.errors import UserError
 
 COMPLETE = (
     "README.md",
-    "docs/conditioning.md",
-    "docs/evidence.md",
+    "docs/comparing.md",
     "docs/performance.md",
     "docs/should-i.md",
     "experiments/verdict/README.md",
