@@ -11,7 +11,7 @@ sys.path.insert(0, str(ROOT))
 ORDER = {
     "Start": ["docs/should-i", "docs/own-text"],
     "PC in your code": ["docs/library", "docs/loops", "docs/models", "docs/owner", "docs/reference"],
-    "Runs": ["docs/configuration", "docs/launch", "docs/cluster", "docs/faults", "docs/data", "docs/evaluation"],
+    "Runs": ["docs/configuration", "docs/launch", "docs/evaluation"],
     "Studies": [
         "docs/method",
         "docs/report",

@@ -199,7 +199,7 @@ def second_start(
     one step. Its estimate is then too low, and a map is bounded only up to its reach. The second start is the same dense
     vector each time, so there is nothing to save, and results are equal on any number of ranks. It finds |W v| for a unit
     vector v, so no more than the largest singular value. It misses a direction that ten products do not amplify enough,
-    because all other singular values are near the largest (how often: docs/faults.md).
+    because all other singular values are near the largest (how often: docs/launch.md).
 
     Returns:
         u [..., n] and v [..., m]: where the ratio is above `reach`, the second start's, else those given. The ratio [...]: what

@@ -217,7 +217,7 @@ class Debug(Section):
 
 
 class Data(Section):
-    """Where tokens come from (docs/data.md)."""
+    """Where tokens come from (docs/own-text.md)."""
 
     decides = RESULT
     path: Annotated[

@@ -1,1 +1,1 @@
-"""Tokenises text into shards, without torch, and loads batches from them; see `docs/data.md`."""
+"""Tokenises text into shards, without torch, and loads batches from them; see `docs/own-text.md`."""

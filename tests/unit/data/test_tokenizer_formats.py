@@ -125,7 +125,7 @@ REFUSED = {
 def test_a_sentencepiece_model_that_says_what_tokenizer_json_cannot_is_refused(why, tmp_path):
     (tmp_path / "mine.model").write_bytes(train(**REFUSED[why]))
     with pytest.raises(UserError, match=f"^tokenizer '.*mine.model': it .*{why}[^\n]*$"):
-        tokenize(str(DOCS / "data.md"), tmp_path / "out", tokenizer=str(tmp_path / "mine.model"))
+        tokenize(str(DOCS / "own-text.md"), tmp_path / "out", tokenizer=str(tmp_path / "mine.model"))
     assert not (tmp_path / "out").exists()
 
 
