@@ -18,7 +18,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pc.errors import UserError, exit_on_user_error
+from pc.command import exit_on_user_error
+from pc.errors import UserError
 from pc.method import Method, power_iteration
 from pc.spectral import initial_vectors
 from pc_recipe.config import load_config

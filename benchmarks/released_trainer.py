@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 import pc
-from pc.errors import exit_on_user_error
+from pc.command import exit_on_user_error
 from pc.spectral import initial_vectors
 from pc_recipe.data.demo import make_demo
 from pc_recipe.files.atomic import write_atomically

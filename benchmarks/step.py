@@ -48,7 +48,7 @@ from torchtitan.models.llama3 import parallelize_llama
 from torchtitan.models.llama3.model.model import Transformer
 from torchtitan.protocols.train_spec import register_train_spec
 
-from pc.errors import exit_on_user_error
+from pc.command import exit_on_user_error
 from pc.layer import PCLinear, put_in_graph
 from pc_recipe.config import Config, load_config
 from pc_recipe.files.atomic import write_atomically

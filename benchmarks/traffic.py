@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from pc.errors import exit_on_user_error
+from pc.command import exit_on_user_error
 from pc.shards import own_slice, shard_gammas, shard_like
 from pc.step import Step
 from pc.weight import Tensors, Weight

@@ -8,7 +8,7 @@ python -m experiments pages
 import argparse
 from pathlib import Path
 
-from pc.errors import exit_on_user_error
+from pc.command import exit_on_user_error
 from pc_recipe.config.command_line import existing
 
 

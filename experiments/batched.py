@@ -29,7 +29,8 @@ from torchtitan.models.llama3.model.model import apply_rotary_emb
 
 from experiments.evidence import CONDITION
 from pc.blocks import block_of, matches
-from pc.errors import UserError, exit_on_user_error
+from pc.command import exit_on_user_error
+from pc.errors import UserError
 from pc.method import Method, method_of
 from pc.spectral import initial_vectors, modified_condition_number, singular_values
 from pc_recipe.config import Config

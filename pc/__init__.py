@@ -11,7 +11,7 @@ The modules at this level need only torch and work in any training loop:
 `weight` holds PC(W) and `weight_orig` holds W, much like the master weights of mixed-precision training. The
 modules, in the order of their imports:
 
-    terminal, errors                  how commands report mistakes and print; without torch
+    errors                            what a user can fix; without torch
     maps, blocks, config              what a user configures: levels and their maps, layers, `PCConfig`; without torch
     polynomial, spectral              polynomials of matrices, singular values
     method.py                         PC(W) of one matrix and its gradient; power iteration
@@ -25,6 +25,7 @@ modules, in the order of their imports:
     followed, preconditioner          W in the optimizers' parameter groups; what `precondition` returns
     api                               attach, precondition, preserve, merge, detach
     matrices, measure                 all matrices of a model, and how well they are conditioned
+    command                           how commands print and end
     report/                           the same for any checkpoint, as tables and a page: `python -m pc.report MODEL`
     integrations/                     PC in the trainers of Hugging Face, Lightning and TorchTitan
 

@@ -6,7 +6,7 @@ Usage: python scripts/cost.py CONFIG [--world-size N] [--output DIR] [--section.
 import argparse
 from pathlib import Path
 
-from pc.errors import exit_on_user_error
+from pc.command import exit_on_user_error
 from pc_recipe.config.command_line import at_least_one, parse_with_overrides
 
 

@@ -6,7 +6,7 @@ python scripts/dry_run.py CONFIG.toml [--world-size 16] [--gpu-memory 24] [--tfl
 import argparse
 import sys
 
-from pc.errors import exit_on_user_error
+from pc.command import exit_on_user_error
 from pc_recipe.config import load_config
 from pc_recipe.config.command_line import at_least_one, parse_with_overrides
 

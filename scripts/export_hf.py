@@ -7,7 +7,7 @@ import argparse
 import signal
 import sys
 
-from pc.errors import exit_on_user_error
+from pc.command import exit_on_user_error
 from pc_recipe.config.command_line import existing
 
 

@@ -5,7 +5,7 @@ Usage: python scripts/fetch_eval_data.py OUT
 
 import argparse
 
-from pc.errors import exit_on_user_error
+from pc.command import exit_on_user_error
 
 
 @exit_on_user_error

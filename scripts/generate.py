@@ -5,7 +5,7 @@ Usage: python scripts/generate.py MODEL "prompt" [--max-new-tokens N] [--tempera
 
 import argparse
 
-from pc.errors import exit_on_user_error
+from pc.command import exit_on_user_error
 from pc_recipe.config.command_line import at_least_one, existing
 
 

@@ -5,7 +5,7 @@ Usage: python scripts/inspect_data.py FOLDER [--documents N]
 
 import argparse
 
-from pc.errors import exit_on_user_error
+from pc.command import exit_on_user_error
 from pc_recipe.config.command_line import at_least_one
 
 

@@ -6,7 +6,7 @@ Usage: python scripts/polynomials.py [--output DIR] [--cutoff B --degree K [--al
 import argparse
 from pathlib import Path
 
-from pc.errors import exit_on_user_error
+from pc.command import exit_on_user_error
 from pc_recipe.config.command_line import at_least_one
 
 

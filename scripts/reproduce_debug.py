@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-from pc.errors import exit_on_user_error
+from pc.command import exit_on_user_error
 from pc_recipe.files import look
 
 ROOT = Path(__file__).parents[1]

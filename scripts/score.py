@@ -9,7 +9,7 @@ what is missing.
 
 import argparse
 
-from pc.errors import exit_on_user_error
+from pc.command import exit_on_user_error
 from pc_recipe.config.command_line import at_least_one
 from pc_recipe.files.run_folder import parse_model
 

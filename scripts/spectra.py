@@ -6,7 +6,7 @@ Usage: python scripts/spectra.py RUN_OR_CHECKPOINT... [--output DIR] [--layers L
 import argparse
 from pathlib import Path
 
-from pc.errors import exit_on_user_error
+from pc.command import exit_on_user_error
 from pc_recipe.config.command_line import existing
 
 

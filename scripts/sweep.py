@@ -9,7 +9,8 @@ python scripts/sweep.py select SWEEP.toml...
 
 import argparse
 
-from pc.errors import UserError, exit_on_user_error
+from pc.command import exit_on_user_error
+from pc.errors import UserError
 from pc_recipe.config.command_line import at_least_one
 from pc_recipe.plan.allocation import Allocation
 from pc_recipe.runs import launch

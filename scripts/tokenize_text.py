@@ -26,7 +26,8 @@ import signal
 import sys
 import time
 
-from pc.errors import UserError, exit_on_user_error
+from pc.command import exit_on_user_error
+from pc.errors import UserError
 from pc_recipe.config.command_line import at_least_one
 
 

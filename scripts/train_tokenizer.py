@@ -5,7 +5,7 @@ python scripts/train_tokenizer.py --input text/ --vocab-size 4096 --output token
 
 import argparse
 
-from pc.errors import exit_on_user_error
+from pc.command import exit_on_user_error
 from pc_recipe.config.command_line import at_least_one
 
 

@@ -23,7 +23,8 @@ from typing import Any
 import tomli_w
 
 from experiments import evidence
-from pc.errors import UserError, exit_on_user_error
+from pc.command import exit_on_user_error
+from pc.errors import UserError
 from pc_recipe.files import record
 from pc_recipe.files.atomic import write_atomically
 from pc_recipe.files.run_log import VALIDATION

@@ -15,7 +15,7 @@ from pathlib import Path
 import pandas as pd
 import tomli_w
 
-from pc.errors import exit_on_user_error
+from pc.command import exit_on_user_error
 from pc_recipe.files.atomic import write_atomically
 from pc_recipe.files.run_log import VALIDATION
 from pc_recipe.runs.sweep.points import read_results

@@ -13,7 +13,7 @@ from pathlib import Path
 from experiments import evidence
 from experiments.verdict.arms import LOG
 from experiments.verdict.reference import read_log
-from pc.errors import exit_on_user_error
+from pc.command import exit_on_user_error
 from pc_recipe.files.atomic import write_atomically
 
 FOLDER = Path("experiments/verdict")

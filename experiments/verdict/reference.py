@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from experiments.verdict.arms import LOG
-from pc.errors import UserError, exit_on_user_error
+from pc.command import exit_on_user_error
+from pc.errors import UserError
 from pc_recipe.files import json_lines
 from pc_recipe.files.atomic import write_atomically
 

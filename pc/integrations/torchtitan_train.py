@@ -9,7 +9,8 @@ from torch import Tensor
 from torchtitan.components.checkpoint import MODEL, ModelWrapper
 
 from pc.api import precondition
-from pc.errors import UserError, exit_on_user_error
+from pc.command import exit_on_user_error
+from pc.errors import UserError
 from pc.preconditioner import Preconditioner
 from pc.weight import named_weights
 

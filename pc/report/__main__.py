@@ -8,7 +8,8 @@ import json
 import sys
 from pathlib import Path
 
-from pc.errors import UserError, exit_on_user_error
+from pc.command import exit_on_user_error
+from pc.errors import UserError
 
 
 def _count(text: str) -> int:

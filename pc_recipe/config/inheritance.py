@@ -22,8 +22,8 @@ import tomli_w
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from pc.command import plain
 from pc.errors import UserError
-from pc.terminal import plain
 from pc_recipe.config.schema import INSTEAD, Config
 from pc_recipe.config.sections import Section, keys_of
 from pc_recipe.files import look

@@ -11,7 +11,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from pc.errors import exit_on_user_error
+from pc.command import exit_on_user_error
 from pc_recipe.data.manifest import Manifest
 from pc_recipe.data.tokenizing import tokenize
 from pc_recipe.files import look

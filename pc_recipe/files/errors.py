@@ -6,7 +6,7 @@ from pc.errors import UserError
 class DiskFailed(UserError):
     """The file system refused."""
 
-    kind, status = "failed", 1
+    may_pass = True
 
 
 class WriteFailed(DiskFailed):

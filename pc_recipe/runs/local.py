@@ -5,7 +5,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from pc.errors import UserError, exit_on_user_error
+from pc.command import exit_on_user_error
+from pc.errors import UserError
 from pc_recipe.config import Config, load_config
 from pc_recipe.config.command_line import parse_with_overrides
 from pc_recipe.config.schema import Data

@@ -18,7 +18,8 @@ from pathlib import Path
 
 from typing_extensions import TypedDict
 
-from pc.errors import UserError, exit_on_user_error
+from pc.command import exit_on_user_error
+from pc.errors import UserError
 from pc_recipe.config import Config, load_config, write_config
 from pc_recipe.files import look, record
 from pc_recipe.files.atomic import write_atomically

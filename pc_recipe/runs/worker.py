@@ -8,8 +8,8 @@ from pathlib import Path
 import torch.distributed as dist
 from torchtitan.tools.logging import logger
 
-from pc.errors import DISK_ERRORS, UserError
-from pc.terminal import print_plainly
+from pc.command import DISK_ERRORS, describe_end, print_plainly
+from pc.errors import UserError
 from pc_recipe.checkpoints import run_tokenizer
 from pc_recipe.config import Config, load_config, run_key, write_config
 from pc_recipe.data.manifest import Manifest
@@ -41,8 +41,9 @@ def end_with(error: BaseException, folder: str | None, step: int, rank: int) -> 
         with contextlib.suppress(UserError):  # then status.json still says "running"; readers show "interrupted"
             write_failure(folder, reason, step, "diverged" if isinstance(error, Diverged) else "failed")
     if isinstance(error, UserError):
-        print(f"{error.kind}: {error}", file=sys.stderr, flush=True)  # torchrun shows rank 0 and logs the others
-        os._exit(error.status)  # other ranks may wait in a collective
+        kind, status = describe_end(error)
+        print(f"{kind}: {error}", file=sys.stderr, flush=True)  # torchrun shows rank 0 and logs the others
+        os._exit(status)  # other ranks may wait in a collective
 
 
 def main() -> None:

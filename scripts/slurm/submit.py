@@ -6,7 +6,7 @@ python scripts/slurm/submit.py CONFIG.toml [--gpus-per-node 8] [--nodes 1]
 
 import argparse
 
-from pc.errors import exit_on_user_error
+from pc.command import exit_on_user_error
 from pc_recipe.config.command_line import parse_with_overrides
 from pc_recipe.plan.allocation import Allocation
 from pc_recipe.runs.slurm import submit_run

@@ -17,6 +17,7 @@ import torch.distributed.checkpoint as dcp
 from helpers import tiny
 from helpers.format_1 import make_format_1
 from helpers.ranks import run_ranks
+from pc.command import describe_end
 from pc.errors import UserError
 from pc_recipe.checkpoints.fingerprint import read_tokenizer
 from pc_recipe.checkpoints.folder import CheckpointFolder
@@ -365,7 +366,7 @@ def _train_on_a_disk_that_fails(rank, config, overrides):
     try:
         trainer.train()
     except UserError as error:
-        return f"{error.kind}: {error}"
+        return f"{describe_end(error)[0]}: {error}"
 
 
 def test_unreadable_data_end_a_run_with_a_checkpoint(trained, tmp_path):

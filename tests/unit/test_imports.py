@@ -9,6 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 FLOORS = [
     ["pc"],
+    ["pc.command"],
     ["pc.integrations", "pc.report"],
     ["pc_recipe"],
     ["pc_recipe.files"],

@@ -20,6 +20,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from helpers.ranks import run_ranks
 from helpers.tiny import make_checkpoints
+from pc.command import describe_end
 from pc.errors import UserError
 from pc_recipe.checkpoints.folder import UNCHANGED, CheckpointFolder, Damaged, LoadPlanner, Reader, plain_errors
 from pc_recipe.checkpoints.writer import ChecksummedWriter
@@ -124,7 +125,7 @@ def _reads_a_bad_disk(rank, folder):
     try:
         make_checkpoints(folder, enable=False).call_together(read)
     except UserError as error:
-        return f"{error.kind}: {error}"
+        return f"{describe_end(error)[0]}: {error}"
 
 
 def test_a_disk_that_fails_is_reported_without_checkpoints_too(tmp_path):
@@ -371,7 +372,7 @@ def _newest_of_a_folder_that_is_not_listed(rank, folder, number):
         try:
             return manager.newest_valid()
         except UserError as error:
-            return f"{error.kind}: {error}"
+            return f"{describe_end(error)[0]}: {error}"
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EACCES])
@@ -391,7 +392,7 @@ def _save_with_little_disk(rank, folder):
                 dcp.save({f"w{i}": torch.ones(50 * i) for i in range(20)}, storage_writer=ChecksummedWriter(folder))
             said[limit] = "saved"
         except UserError as error:
-            said[limit] = f"{error.kind}: {error}"
+            said[limit] = f"{describe_end(error)[0]}: {error}"
         except BaseException as error:
             said[limit] = f"{type(error).__name__}: {error}"
         finally:

@@ -15,7 +15,8 @@ import torch
 from torchtitan.components.metrics import WandBLogger
 
 from helpers.tiny import ROOT
-from pc.errors import UserError, exit_on_user_error
+from pc.command import exit_on_user_error
+from pc.errors import UserError
 from pc_recipe.config import Config
 from pc_recipe.files.lock import is_locked, join_lock, lock
 from pc_recipe.plan import installed

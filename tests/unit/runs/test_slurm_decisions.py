@@ -9,7 +9,8 @@ import threading
 import pytest
 
 from helpers.tiny import ROOT
-from pc.errors import UserError, exit_on_user_error
+from pc.command import exit_on_user_error
+from pc.errors import UserError
 from pc_recipe.config import load_config, write_config
 from pc_recipe.files.lock import join_lock, lock
 from pc_recipe.files.run_folder import write_state

@@ -19,6 +19,7 @@ from torchtitan.components.checkpoint import AsyncMode
 
 from helpers.ranks import run_ranks
 from helpers.tiny import make_checkpoints
+from pc.command import describe_end
 from pc.errors import UserError
 from pc_recipe.checkpoints import writer
 from pc_recipe.files import look
@@ -112,7 +113,7 @@ def _refuse_each(rank, root, action, number, times):
             try:
                 found = action(manager)
             except UserError as error:
-                found = error.kind
+                found = describe_end(error)[0]
         kept = _bytes(manager.folder)
         return found, [path.name for path in list(before)[-2:] if kept.get(path) != before[path]]
 

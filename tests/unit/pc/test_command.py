@@ -1,11 +1,14 @@
-"""Control characters in text from others show as text, wherever a command prints it."""
+"""Control characters in text from others show as text, wherever a command prints it. A fault of the disk is a line, also
+without a name; other errors are bugs."""
 
+import errno
+import os
 import subprocess
 import sys
 
 import pytest
 
-from pc.terminal import plain
+from pc.command import exit_on_user_error, plain
 
 TITLE = "\x1b]0;mine\x07"
 SHOWN = r"\x1b]0;mine\x07"
@@ -47,9 +50,38 @@ PRINTS = {
 def test_all_that_a_command_prints(how):
     program = (
         "import argparse, logging, sys, threading, tqdm, warnings\n"
-        "from pc.errors import UserError, exit_on_user_error\n"
+        "from pc.command import exit_on_user_error\nfrom pc.errors import UserError\n"
         f"T = {TITLE!r}\n@exit_on_user_error\ndef main():\n    {PRINTS[how]}\nmain()"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert SHOWN in done.stdout + done.stderr
     assert not {"\x1b", "\x07"} & {*done.stdout, *done.stderr}
+
+
+@pytest.mark.parametrize(
+    ("error", "line", "status"),
+    [
+        (OSError(errno.ENOSPC, "full", "a"), "failed: a: full", 1),
+        (OSError(errno.EFBIG, "too large"), "failed: too large", 1),
+        (OSError(errno.EROFS, "read-only", b"a"), "failed: a: read-only", 1),
+        (OSError(errno.ENOENT, "missing", "a"), "error: a: missing", 2),
+        (OSError(errno.ENOENT, "No usable temporary directory"), "error: No usable temporary directory", 2),
+    ],
+)
+def test_a_line(error, line, status, capsys):
+    @exit_on_user_error
+    def main():
+        raise error
+
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert (capsys.readouterr().err, end.value.code) == (f"{line}\n", status)
+
+
+def test_a_bug_keeps_its_traceback():
+    @exit_on_user_error
+    def main():
+        raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+
+    with pytest.raises(OSError, match="Bad file"):
+        main()
