@@ -28,8 +28,8 @@ sys.path.insert(0, str(ROOT))  # a fresh clone need not be installed
 
 from pc.command import exit_on_user_error
 from pc.errors import UserError
-from pc_recipe.files import markdown
 from pc_recipe.files.atomic import write_atomically
+from pc_recipe.pages import markdown
 from rows import table
 
 STEP = str(ROOT / "benchmarks" / "step.py")

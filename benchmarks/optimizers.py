@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 import pc
 from pc.layer import put_in_graph
-from pc_recipe.files import markdown
+from pc_recipe.pages import markdown
 
 STEPS, RESUME, DRAWS, WIDTH = 10, 5, 3, 16
 LIMIT, TIMES_NOISE = 1e-12, 10

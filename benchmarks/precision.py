@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pc import PCConfig
 from pc.method import method_of
-from pc_recipe.files import markdown
+from pc_recipe.pages import markdown
 from timing import DEVICE, ON_GPU
 
 PRECISIONS = ("float32", "tf32")

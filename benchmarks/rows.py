@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pc_recipe.files import markdown
+from pc_recipe.pages import markdown
 
 
 @dataclass(frozen=True)

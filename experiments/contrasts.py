@@ -10,7 +10,8 @@ from scipy import stats
 
 from pc_recipe.config.inheritance import resolve
 from pc_recipe.config.sections import Positive, Section, Text, key
-from pc_recipe.files import look, markdown
+from pc_recipe.files import look
+from pc_recipe.pages import markdown
 
 Contrast = Annotated[list[Text], Field(min_length=2, max_length=2)]
 

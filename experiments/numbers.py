@@ -20,9 +20,10 @@ from experiments.contrasts import Preregistration, compare_means, contrast_table
 from experiments.evidence import CONDITION, SIZES, Experiment, curve, read_experiments, summary, without_tuning_seeds
 from experiments.tables import plain
 from pc_recipe.config import load_config
-from pc_recipe.files import look, markdown
+from pc_recipe.files import look
 from pc_recipe.files.record import read
 from pc_recipe.files.run_log import VALIDATION
+from pc_recipe.pages import markdown
 from pc_recipe.plan.cost import RunCost, StepCost
 
 FOLDER = Path(__file__).parent

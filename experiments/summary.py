@@ -9,7 +9,7 @@ from matplotlib.patches import Rectangle
 
 from experiments.evidence import digest
 from experiments.numbers import FOLDER, studies
-from pc_recipe.files.plots import save, subplots
+from pc_recipe.pages.plots import save, subplots
 
 GPU, CPU = "C0", "C1"
 COLORS = {"verdict-20": GPU, "cell-20": CPU, "rivals": CPU}

@@ -28,10 +28,10 @@ from experiments.evidence import (
     without_tuning_seeds,
 )
 from pc_recipe.config.model_sizes import shape_of
-from pc_recipe.files import markdown
 from pc_recipe.files.atomic import write_atomically
-from pc_recipe.files.plots import save, short_tokens, subplots
 from pc_recipe.files.run_log import VALIDATION
+from pc_recipe.pages import markdown
+from pc_recipe.pages.plots import save, short_tokens, subplots
 from pc_recipe.report import curves
 from pc_recipe.runs.sweep.spec import value_label
 from pc_recipe.train.optimizers import rate_factor

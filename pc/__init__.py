@@ -20,6 +20,7 @@ modules, in the order of their imports:
     weight                            a weight, with W, gamma, u and v beside it
     guard, step, watch                a step's two passes, and when they run: read the docstring of `step` first
     model_classes, targets            how the weights of known models are split, and which weights get PC
+    skeleton                          the same of a checkpoint's names and shapes, without its model
     layer                             the paper's layer, with PC(W) in its autograd graph: the readable reference
     optim/                            Muon on owner ranks; AdamH and MuonH, which keep the norms of weights
     followed, preconditioner          W in the optimizers' parameter groups; what `precondition` returns

@@ -1,6 +1,7 @@
 """The training recipe on TorchTitan: it runs from the checkout, on top of the library `pc`.
 
-files/        atomic writes, a run's folder, tables, the style of plots
+files/        a run's folder, records, logs, locks; atomic writes
+pages/        Markdown tables, the style of plots
 config/       every key, the chain of TOML files, rules; without torch
 data/         text to tokens to batches
 checkpoints/  a checkpoint's folder, and what its weights belong to

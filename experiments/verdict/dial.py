@@ -5,8 +5,8 @@ python -m experiments.verdict.dial
 
 from experiments.evidence import digest
 from experiments.numbers import FOLDER, studies
-from pc_recipe.files import markdown
-from pc_recipe.files.plots import save, subplots
+from pc_recipe.pages import markdown
+from pc_recipe.pages.plots import save, subplots
 
 VERDICT = FOLDER / "verdict"
 DIAL = {

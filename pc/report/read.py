@@ -12,8 +12,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from pc import skeleton
 from pc.errors import UserError
-from pc.report import skeleton
 from pc.targets import clean_name
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

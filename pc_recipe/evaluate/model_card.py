@@ -16,10 +16,11 @@ from pc_recipe.config.headline import describe
 from pc_recipe.data.sources import HUB_DATASET
 from pc_recipe.data.tokenizers import Tokenizer
 from pc_recipe.evaluate.plain_weights import RunCheckpoint
-from pc_recipe.files import look, markdown
-from pc_recipe.files.plots import short_tokens
+from pc_recipe.files import look
 from pc_recipe.files.run_folder import read_environment, read_first_config
 from pc_recipe.files.run_log import VALIDATION, read_log
+from pc_recipe.pages import markdown
+from pc_recipe.pages.plots import short_tokens
 
 _USE = """
 ```python

@@ -10,8 +10,8 @@ import numpy as np
 import pandas as pd
 
 from pc_recipe.evaluate.tasks import METRICS, PAPERS, SHORT_NAMES
-from pc_recipe.files import markdown, plots
 from pc_recipe.files.atomic import write_atomically
+from pc_recipe.pages import markdown, plots
 
 AVERAGE = "average"
 

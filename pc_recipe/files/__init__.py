@@ -1,1 +1,1 @@
-"""Helpers that several subpackages share: atomic writes, a run's folder, Markdown tables, the style of plots."""
+"""Files that commands share: a run's folder, records, logs, locks; reading and writing that a fault cannot spoil."""

@@ -21,7 +21,7 @@ from pc.step import KEPT_BYTES
 from pc_recipe.config import Config
 from pc_recipe.config.model_sizes import count_parameters, shape_of
 from pc_recipe.config.rank_batches import RankBatches
-from pc_recipe.files import markdown
+from pc_recipe.pages import markdown
 from pc_recipe.plan import micro_batch
 from pc_recipe.plan.memory import count_kept_bytes, find_weights, matrices_of
 from pc_recipe.plan.needs import describe_pc

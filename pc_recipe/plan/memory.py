@@ -6,10 +6,10 @@ from functools import cache
 
 import torch
 
+from pc import skeleton
 from pc.api import attach
 from pc.config import PCConfig
 from pc.method import method_of
-from pc.report import skeleton
 from pc.splits import WeightSplit
 from pc.step import KEPT_BYTES
 from pc.weight import Weight, named_weights

@@ -10,9 +10,9 @@ import pandas as pd
 
 from pc.errors import UserError
 from pc_recipe.config import read_config
-from pc_recipe.files.plots import label_tokens, short_tokens
 from pc_recipe.files.run_folder import read_environment, read_parts, read_state
 from pc_recipe.files.run_log import VALIDATION, RunLog
+from pc_recipe.pages.plots import label_tokens, short_tokens
 from pc_recipe.report import settings
 
 FINISHED = "finished", "waiting"

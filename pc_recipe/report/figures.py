@@ -11,8 +11,8 @@ from pc.report import page
 from pc.report.read import of_tensors
 from pc.report.terminal import announce_and_watch
 from pc_recipe.config import read_config
-from pc_recipe.files.plots import label_tokens, legend_below, save, subplots
 from pc_recipe.files.run_log import RunLog, read_logs
+from pc_recipe.pages.plots import label_tokens, legend_below, save, subplots
 from pc_recipe.report import settings, spectra
 
 _GMCN = {"pc": "PC blocks", "qkv": r"$W_\mathrm{Q}, W_\mathrm{K}, W_\mathrm{V}$", "all": "all"}

@@ -7,8 +7,8 @@ from torch import Tensor
 
 import pc.maps
 from pc.errors import UserError
-from pc_recipe.files import markdown
-from pc_recipe.files.plots import save, subplots
+from pc_recipe.pages import markdown
+from pc_recipe.pages.plots import save, subplots
 
 INTERVAL = (0.0, 1.1)
 

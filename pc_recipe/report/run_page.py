@@ -23,9 +23,9 @@ from pc_recipe.evaluate import plain_weights
 from pc_recipe.evaluate.generate import continue_text
 from pc_recipe.evaluate.hugging_face import load_checkpoint
 from pc_recipe.files.atomic import write_atomically
-from pc_recipe.files.plots import legend_below, save, short_tokens, subplots
 from pc_recipe.files.run_folder import find_newest_checkpoint, read_environment, read_state
 from pc_recipe.files.run_log import VALIDATION, RunLog, read_logs, unique_names
+from pc_recipe.pages.plots import legend_below, save, short_tokens, subplots
 from pc_recipe.report import curves, diagnostics, settings
 from pc_recipe.runs.sweep import points
 

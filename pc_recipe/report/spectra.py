@@ -13,9 +13,9 @@ from pc.errors import UserError
 from pc.report.draw import histogram
 from pc.spectral import singular_values
 from pc_recipe.evaluate import plain_weights
-from pc_recipe.files.plots import legend_below, save, subplots
 from pc_recipe.files.run_folder import find_newest_checkpoint, step_of
 from pc_recipe.files.run_log import unique_names
+from pc_recipe.pages.plots import legend_below, save, subplots
 
 BLOCK_TITLES = {block.lower(): rf"$W_\mathrm{{{block}}}$" for block in ("Q", "K", "V", "O", "gate", "up", "down")}
 BLOCKS = ("o", "gate", "up", "down")

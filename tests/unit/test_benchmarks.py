@@ -195,12 +195,3 @@ def test_a_row_on_two_ranks(tmp_path):
     done = subprocess.run([*torchrun, *words], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "exchange.json").read_text())["figures"]["time once / every micro-batch"]["n"] == 2
-
-
-def test_where_a_command_and_what_it_starts_listen(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    import ports
-
-    program = "import socket, time; kept = socket.create_server(('127.0.0.1', 0)); time.sleep(5)"
-    status, found = ports.watch(["sh", "-c", f'{sys.executable} -c "{program}"; exit 3'])
-    assert status == 3 and found == {"listens": {"127.0.0.1 python"}, "talks to": set()}

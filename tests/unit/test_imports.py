@@ -13,6 +13,7 @@ FLOORS = [
     ["pc.integrations", "pc.report"],
     ["pc_recipe"],
     ["pc_recipe.files"],
+    ["pc_recipe.pages"],
     ["pc_recipe.config"],
     ["pc_recipe.data"],
     ["pc_recipe.checkpoints"],

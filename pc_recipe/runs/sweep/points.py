@@ -13,9 +13,9 @@ from typing_extensions import Required, TypedDict
 from pc.errors import UserError
 from pc_recipe.config.sections import Text
 from pc_recipe.files import record
-from pc_recipe.files.plots import save, subplots
 from pc_recipe.files.run_folder import list_runs, read_state
 from pc_recipe.files.run_log import VALIDATION, RunLog, unique_names
+from pc_recipe.pages.plots import save, subplots
 from pc_recipe.runs.sweep.spec import label
 
 

@@ -8,9 +8,9 @@ import pandas as pd
 
 from pc.errors import UserError
 from pc_recipe.config.command_line import as_toml
-from pc_recipe.files import markdown
 from pc_recipe.files.atomic import write_atomically
 from pc_recipe.files.run_log import VALIDATION
+from pc_recipe.pages import markdown
 from pc_recipe.runs.sweep import points
 from pc_recipe.runs.sweep.results import collect
 from pc_recipe.runs.sweep.spec import Sweep

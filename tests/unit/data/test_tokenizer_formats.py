@@ -33,7 +33,7 @@ from pc_recipe.data.inspection import read_documents
 from pc_recipe.data.manifest import Manifest, require_same_tokenizer
 from pc_recipe.data.tokenizers import _mistral_model, load_tokenizer
 from pc_recipe.data.tokenizing import tokenize
-from pc_recipe.files.wheel import download_wheel
+from pc_recipe.data.wheel import download_wheel
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
 REAL = [text for file in sorted(DOCS.glob("*.md"))[:6] for text in file.read_text().split("\n\n") if text]

@@ -23,13 +23,12 @@ from hypothesis import strategies as st
 
 from helpers.tiny import ROOT
 from pc.errors import UserError
-from pc_recipe.data import demo, sources, tokenizing
+from pc_recipe.data import demo, sources, tokenizing, wheel
 from pc_recipe.data.inspection import describe, read_documents
 from pc_recipe.data.manifest import SPLITS, Manifest
 from pc_recipe.data.sources import divide_into_units, find_files, find_hub_files, measure_files, read_texts
 from pc_recipe.data.tokenizers import load_tokenizer
 from pc_recipe.data.tokenizing import split_by_hash, tokenize
-from pc_recipe.files import wheel
 
 any_text = st.text(st.characters(exclude_categories=["Cs"]), max_size=80)
 control_texts = st.lists(st.sampled_from(["<s>", "</s>", "<unk>", " ", "x", "<0x00>"]), max_size=8).map("".join)

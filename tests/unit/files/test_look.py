@@ -77,9 +77,9 @@ def test_only_a_file_is_read(tmp_path, make):
 
 
 ELSEWHERE = {
+    "data/wheel.py": "in a folder that it has just made",
     "evaluate/hugging_face.py": "in a folder that it has just made",
     "files/inside.py": "of what a listing has just named",
-    "files/wheel.py": "in a folder that it has just made",
     "train/cpu.py": "a device",
 }
 ASKS = re.compile(

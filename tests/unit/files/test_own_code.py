@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from pc_recipe.files import wheel
+from pc_recipe.data import wheel
 from pc_recipe.files.own_code import ROOT, own_code
 from pc_recipe.runs import launch, slurm
 
@@ -86,7 +86,7 @@ def test_processes_that_tokenise_are_started_with_own_code(folder, tmp_path):
 def test_figures_ignore_a_matplotlibrc_in_the_folder(folder):
     (folder / "matplotlibrc").write_text("text.usetex: True\nfigure.dpi: 7\n")
     program = (
-        "import matplotlib, pc_recipe.files.plots; print(*map(matplotlib.rcParams.get, ['text.usetex', 'figure.dpi']));"
+        "import matplotlib, pc_recipe.pages.plots; print(*map(matplotlib.rcParams.get, ['text.usetex', 'figure.dpi']));"
         "from pc.report.draw import svg; svg('$\\frac', lambda axes: axes.plot([1], label='$\\frac$'))"
     )
     environment = {**os.environ, **own_code()}

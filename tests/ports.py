@@ -1,6 +1,6 @@
 """Where a command and all processes that it starts listen, and which other machines they talk to, while it runs.
 
-    python benchmarks/ports.py ./run_llama_train.sh train_configs/debug.toml
+    python tests/ports.py ./run_llama_train.sh train_configs/debug.toml
 
 An inherited environment variable marks these processes, also through SLURM (`--sbatch=--wait` makes `submit.py` wait for
 the job).

@@ -1,0 +1,1 @@
+"""What results are shown with: Markdown tables, the style of plots."""
