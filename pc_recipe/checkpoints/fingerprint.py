@@ -8,10 +8,9 @@ import torch
 from pc.errors import UserError
 from pc_recipe.checkpoints.folder import CheckpointFolder
 from pc_recipe.checkpoints.values import FINGERPRINT, Fingerprint
-from pc_recipe.config.model_sizes import sizes_of
+from pc_recipe.config.model_sizes import Model, sizes_of
 from pc_recipe.config.pc_section import PC
 from pc_recipe.config.run_key import differing_keys, method_key
-from pc_recipe.config.schema import Model
 
 
 def fingerprint(pc: PC, model: Model, tokenizer: dict[str, str]) -> dict[str, str]:

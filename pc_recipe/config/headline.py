@@ -1,9 +1,9 @@
 """What a configuration trains, in one line. It is made from the configuration, so that no run is mislabelled."""
 
 from pc.blocks import BLOCK_GROUPS, BLOCK_SUFFIXES
-from pc_recipe.config.model_sizes import count_parameters, shape_of
+from pc_recipe.config.model_sizes import Model, count_parameters, shape_of
 from pc_recipe.config.pc_section import PC
-from pc_recipe.config.schema import Config, Model
+from pc_recipe.config.schema import Config
 
 
 def headline(config: Config) -> str:

@@ -1,14 +1,11 @@
-"""The sizes of Llama 2 that `model.flavor` can choose. Other keys of `[model]` change them. To add one, add an entry to
-`FLAVORS`."""
+"""The section `[model]`, and the sizes of Llama 2 that `model.flavor` can choose. Other keys change them. To add one, add an
+entry to `FLAVORS`."""
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Literal
 
-from pc_recipe.config.sections import one_of
-
-if TYPE_CHECKING:
-    from pc_recipe.config.schema import Model
+from pc_recipe.config.sections import RESULT, BlockFactors, Few, Positive, Section, Width, key, one_of
 
 
 @dataclass(frozen=True)
@@ -56,7 +53,23 @@ FLAVORS: dict[str, Flavor] = {
 FlavorName = Annotated[str, one_of(FLAVORS)]
 
 
-def shape_of(model: "Model") -> Flavor:
+class Model(Section):
+    decides = RESULT
+    name: Literal["pc_llama2"] = key("pc_llama2", "TorchTitan's train spec.")
+    flavor: FlavorName = key("debug", f"Model size: {', '.join(FLAVORS)}. Each size below replaces the flavor's.")
+    dim: Width | None = key(None, "Width of the residual stream.")
+    n_layers: Few | None = key(None, "Transformer blocks.")
+    n_heads: Width | None = key(None, "Attention heads.")
+    n_kv_heads: Width | None = key(None, "Heads of keys and values, which attention heads share in equal groups.")
+    ffn_dim: Width | None = key(None, "Width of the feed-forward layers; unset: 8/3 dim, rounded up as in the flavor.")
+    rope_theta: Positive | None = key(None, "Base of the rotary positions; unset: 10000.")
+    vocab_size: Width = key(32_000, "Rows of embedding and head; at least the tokenizer's vocabulary size.")
+    init_std: Positive = key(0.02, "Deviation of the blocks' initial weights; that of wo, w2 and w3 falls with depth.")
+    init_factors: BlockFactors = key({}, "Factors of the initial weights of some blocks, such as {o = 1.6, ffn = 1.8}.")
+    converters: list[Literal["quantize.linear.float8"]] = key([], "TorchTitan's converters of linear layers.")
+
+
+def shape_of(model: Model) -> Flavor:
     """The config's flavor, changed by the sizes that the config sets itself."""
     given = {name: getattr(model, name) for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "rope_theta")}
     shape = replace(FLAVORS[model.flavor], **{name: size for name, size in given.items() if size is not None})
@@ -66,7 +79,7 @@ def shape_of(model: "Model") -> Flavor:
     return replace(shape, ffn_dim_multiplier=0.5 / shape.dim, multiple_of=model.ffn_dim)
 
 
-def weight_shapes(model: "Model") -> dict[str, tuple[int, ...]]:
+def weight_shapes(model: Model) -> dict[str, tuple[int, ...]]:
     """{name: shape} of all weights, as TorchTitan names them, without those that PC adds."""
     shape = shape_of(model)
     dim, ffn_dim, of_keys = shape.dim, shape.ffn_dim, shape.head_dim * (shape.n_kv_heads or shape.n_heads)
@@ -88,12 +101,12 @@ def weight_shapes(model: "Model") -> dict[str, tuple[int, ...]]:
     return {f"{name}.weight": size for name, size in whole.items()}
 
 
-def count_parameters(model: "Model") -> int:
+def count_parameters(model: Model) -> int:
     """Parameters of the whole model, without those that PC adds."""
     return sum(map(math.prod, weight_shapes(model).values()))
 
 
-def sizes_of(model: "Model") -> dict[str, float]:
+def sizes_of(model: Model) -> dict[str, float]:
     """{key of `[model]`: the size in effect}. Two models are the same if these are equal."""
     shape = shape_of(model)
     sizes = {name: getattr(shape, name) for name in ("dim", "n_layers", "n_heads", "ffn_dim", "rope_theta")}

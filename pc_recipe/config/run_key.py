@@ -2,21 +2,14 @@
 
 method_key   defines the weights in a checkpoint
 weights_key  the method, the model's sizes and the optimizer; a resume must match it
-result_key   decides a run's result; of runs with equal ones, one is trained
+settings_key what decides a run's result, as far as the config says it (`pc_recipe.train.inputs` says the rest)
 all_values   everything; all ranks of a run must agree on it
 
-A result key holds only values that differ from the defaults, so that adding a key later does not change it.
+A settings key holds only values that differ from the defaults, so that adding a key later does not change it.
 """
 
-import contextlib
-import hashlib
 import json
-from functools import cache
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any
-
-from typing_extensions import TypedDict
 
 from pc.blocks import BLOCK_GROUPS
 from pc.maps import resolve
@@ -26,10 +19,6 @@ from pc_recipe.config.pc_section import PC
 from pc_recipe.config.rank_batches import RankBatches
 from pc_recipe.config.schema import Config
 from pc_recipe.config.sections import METHOD, RESULT, keys_of
-from pc_recipe.files import look, record
-from pc_recipe.files.atomic import sha256_of
-from pc_recipe.files.record import Malformed
-from pc_recipe.files.run_folder import CHECKSUMS
 
 BATCH = "training.global_batch_size"
 START = "checkpoint.initial_load_path"
@@ -38,7 +27,6 @@ STARTS = (
     "checkpoint.exclude_from_loading", "debug.seed", "model.init_std", "model.init_factors", "pc.start",
 )  # fmt: skip
 """keys that only a new run uses"""
-COMPUTES = ("pc", "pc_recipe/config", "pc_recipe/data", "pc_recipe/checkpoints", "pc_recipe/train")
 
 
 def all_values(config: Config) -> dict[str, Any]:
@@ -86,13 +74,12 @@ def weights_key(config: Config) -> dict[str, Any]:
     return sizes | method | {"optimizer.name": config.optimizer.name}
 
 
-def result_key(config: Config, world_size: int | None = None, data: dict[str, str] | None = None) -> dict[str, Any]:
-    """What decides a run's result: settings, the sequences of a step and the content of its data.
+def settings_key(config: Config, world_size: int | None = None) -> dict[str, Any]:
+    """What a config says of a run's result: settings and the sequences of a step.
 
     Args:
         world_size: number of processes, if it is known; without it and `training.global_batch_size`, the key lacks
             the sequences of a step.
-        data: `data_checksums` as they were at training; None: as they are now.
     """
     off = tuple(f"{name}." for name, section in config if not getattr(section, "enable", True))
     values = {
@@ -103,43 +90,7 @@ def result_key(config: Config, world_size: int | None = None, data: dict[str, st
     values |= {f"pc.{key}": value for key, value in method_key(config.pc).items()}
     if config.training.global_batch_size == -1 and world_size is not None:
         values[BATCH] = RankBatches.of(config, world_size).sequences
-    return json.loads(json.dumps(values | (data_checksums(config) if data is None else data)))
-
-
-@cache
-def code_version() -> dict[str, str]:
-    """What computes a result: versions of torch and TorchTitan, and a checksum of the files that a step depends on."""
-    checkout, digest = Path(__file__).parents[2], hashlib.sha256()
-    files = [file for folder in COMPUTES for file in look.files_below(checkout / folder) if file.suffix == ".py"]
-    for file in sorted(files):
-        digest.update(f"{file.relative_to(checkout)} {hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode())
-    return {"torch": version("torch"), "torchtitan": version("torchtitan"), "files": digest.hexdigest()}
-
-
-class _Checksums(TypedDict, total=False):
-    """What is read of a manifest.json."""
-
-    configuration_sha256: str
-    content_sha256: str
-
-
-def data_checksums(config: Config) -> dict[str, str]:
-    """{key: checksum} of what can be read: the data (`Manifest.identity`), files of `[experiment]`, and the checkpoint that
-    a new run starts from."""
-    checksums = {}
-    for key, folders in (("path", config.data.folders), ("validation_path", config.data.validation_folders)):
-        # a missing or damaged manifest is reported when the data are opened
-        with contextlib.suppress(Malformed, KeyError):
-            manifests = [record.read(Path(folder, "manifest.json"), _Checksums) or {} for folder in folders]
-            identities = (m.get("configuration_sha256") or m["content_sha256"] for m in manifests)
-            checksums[f"content of data.{key}"] = ", ".join(identities)
-    arm, options = config.experiment.arm.partition(":")[0], config.experiment.options
-    files = {"arm": Path(__file__).parents[2] / f"{arm.replace('.', '/')}.py"}
-    files |= {f"options.{name}": Path(value) for name, value in options.items() if isinstance(value, str)}
-    named = {f"experiment.{name}": file for name, file in files.items()}
-    if config.checkpoint.enable and config.checkpoint.initial_load_path:
-        named[START] = Path(config.checkpoint.initial_load_path, CHECKSUMS)
-    return checksums | {f"content of {key}": sha256_of(file) for key, file in named.items() if look.is_file(file)}
+    return json.loads(json.dumps(values))
 
 
 def differing_keys(one: dict[str, Any], other: dict[str, Any]) -> list[str]:

@@ -1,5 +1,5 @@
 """Every key of a run's configuration: its type, range, default, description, and what it decides. PC's keys are in
-`pc_section`, the optimizers' in `optimizers`.
+`pc_section`, the optimizers' in `optimizers`, the model's in `model_sizes`.
 
 Sections and keys have TorchTitan's names. TorchTitan's keys that this trainer does not read are left out.
 """
@@ -8,22 +8,19 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, StringConstraints
 
-from pc_recipe.config.model_sizes import FLAVORS, FlavorName
+from pc_recipe.config.model_sizes import Model
 from pc_recipe.config.optimizers import OptimizerSection
 from pc_recipe.config.pc_section import PC
 from pc_recipe.config.sections import (
     RESULT,
     Auto,
-    BlockFactors,
     Count,
-    Few,
     Fraction,
     Interval,
     Positive,
     Section,
     Seed,
     Text,
-    Width,
     key,
     should,
 )
@@ -61,22 +58,6 @@ class Metrics(Section):
     log_freq: Count = key(10, "Steps between lines of the log and of metrics.jsonl.")
     enable_tensorboard: bool = key(False, "Write TensorBoard logs.")
     enable_wandb: bool = key(False, "Log to Weights & Biases; WANDB_PROJECT and WANDB_RUN_NAME name the page.")
-
-
-class Model(Section):
-    decides = RESULT
-    name: Literal["pc_llama2"] = key("pc_llama2", "TorchTitan's train spec.")
-    flavor: FlavorName = key("debug", f"Model size: {', '.join(FLAVORS)}. Each size below replaces the flavor's.")
-    dim: Width | None = key(None, "Width of the residual stream.")
-    n_layers: Few | None = key(None, "Transformer blocks.")
-    n_heads: Width | None = key(None, "Attention heads.")
-    n_kv_heads: Width | None = key(None, "Heads of keys and values, which attention heads share in equal groups.")
-    ffn_dim: Width | None = key(None, "Width of the feed-forward layers; unset: 8/3 dim, rounded up as in the flavor.")
-    rope_theta: Positive | None = key(None, "Base of the rotary positions; unset: 10000.")
-    vocab_size: Width = key(32_000, "Rows of embedding and head; at least the tokenizer's vocabulary size.")
-    init_std: Positive = key(0.02, "Deviation of the blocks' initial weights; that of wo, w2 and w3 falls with depth.")
-    init_factors: BlockFactors = key({}, "Factors of the initial weights of some blocks, such as {o = 1.6, ffn = 1.8}.")
-    converters: list[Literal["quantize.linear.float8"]] = key([], "TorchTitan's converters of linear layers.")
 
 
 class LRScheduler(Section):

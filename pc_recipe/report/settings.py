@@ -41,7 +41,7 @@ def differences(runs: Sequence[RunLog]) -> list[str]:
     folders = {run.name: run.file.parent for run in runs}
     known = {name: config for name, folder in folders.items() if (config := read_config(folder)) is not None}
     ranks = {run.name: read_environment(run.file.parent).get("world_size") for run in runs}
-    keys = {name: run_key.result_key(config, ranks[name], data={}) for name, config in known.items()}
+    keys = {name: run_key.settings_key(config, ranks[name]) for name, config in known.items()}
     with_pc = {name: key for name, key in keys.items() if key.get("pc.enable")}
     differing = {key: keys for key in _differing(keys) if key == "pc.enable" or not key.startswith("pc.")}
     # a baseline has none of the others
@@ -66,10 +66,10 @@ def differences(runs: Sequence[RunLog]) -> list[str]:
 
 def _changed(run: Path, config: Config) -> list[str]:
     """The keys in which earlier parts of a run, as far as they can be read, differ from its last configuration."""
-    keys = {"last": run_key.result_key(config, data={})}
+    keys = {"last": run_key.settings_key(config)}
     for file in list_configs(run)[1:]:
         with suppress(UserError):
-            keys[file.name] = run_key.result_key(load_config(file), data={})
+            keys[file.name] = run_key.settings_key(load_config(file))
     return _differing(keys)
 
 

@@ -15,10 +15,11 @@ import torch.distributed as dist
 
 from pc.errors import UserError
 from pc_recipe.config import Config
-from pc_recipe.config.run_key import all_values, code_version, data_checksums
+from pc_recipe.config.run_key import all_values
 from pc_recipe.files import look
 from pc_recipe.files.atomic import write_atomically
 from pc_recipe.files.run_folder import read_parts
+from pc_recipe.train.inputs import code_version, data_checksums
 
 PACKAGES = ("torch", "torchtitan", "datasets", "lm-eval", "transformers", "numpy")
 DIFFERENCES_SHOWN = 4

@@ -1,7 +1,8 @@
-"""Imports go one way, from each package to those below it, and the method imports only torch."""
+"""Imports go one way, from each package to those below it and between the modules of each; the method imports only torch."""
 
 import ast
 import sys
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -65,10 +66,25 @@ def wrong_imports(file: Path, module: str) -> list[str]:
     return wrong
 
 
+def module_of(file: Path) -> str:
+    return ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
 def test_imports_run_one_way(file):
-    module = ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-    assert not wrong_imports(file, module)
+    assert not wrong_imports(file, module_of(file))
+
+
+def test_no_modules_import_each_other():
+    modules = {module_of(file): file for file in FILES}
+    imports = {
+        module: {name if name in modules else name.rpartition(".")[0] for name in imports_of(file)} & modules.keys()
+        for module, file in modules.items()
+    }
+    TopologicalSorter(imports).prepare()
+    first, second = next((name, other) for name, others in imports.items() for other in others)
+    with pytest.raises(CycleError):
+        TopologicalSorter(imports | {second: {first}}).prepare()
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Equal runs are trained once: which runs are equal, which runs of several sweeps remain, and reuse of finished ones.
 
-Two runs are equal if everything that affects the result agrees (`pc_recipe.config.run_key`). Folders, checkpoints, logging
+Two runs are equal if everything that affects the result agrees (`pc_recipe.train.inputs`). Folders, checkpoints, logging
 and diagnostics do not, nor does the number of GPUs where the global batch does not depend on it. A run of another
 folder is reused only if the same code trained all of it: a result from before a bug was fixed must not come back. A reused
 run is a link to the folder of the trained one.
@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 from pc.errors import UserError
 from pc_recipe.config import Config
 from pc_recipe.config.inheritance import validated
-from pc_recipe.config.run_key import BATCH, START, code_version, differing_keys, result_key
+from pc_recipe.config.run_key import BATCH, START, differing_keys
 from pc_recipe.files import look, record, run_folder
 from pc_recipe.runs.run import Run
 from pc_recipe.runs.sweep.spec import SWEEPS, Sweep
+from pc_recipe.train.inputs import code_version, result_key
 
 OUTPUTS = Path("outputs")
 """Default folder of runs, of sweeps and of single configs."""

@@ -17,8 +17,8 @@ from pc_recipe.checkpoints import run_tokenizer
 from pc_recipe.checkpoints.fingerprint import fingerprint
 from pc_recipe.checkpoints.folder import CheckpointFolder
 from pc_recipe.checkpoints.run_tokenizer import require_for_start
+from pc_recipe.config.model_sizes import Model
 from pc_recipe.config.pc_section import PC
-from pc_recipe.config.schema import Model
 from pc_recipe.data.manifest import Manifest
 from pc_recipe.data.tokenizers import _mistral_model
 from pc_recipe.data.tokenizing import tokenize

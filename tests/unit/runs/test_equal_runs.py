@@ -12,7 +12,7 @@ import pytest
 from helpers.made_runs import write_run
 from pc.errors import UserError
 from pc_recipe.config import Config, load_config, write_config
-from pc_recipe.config.run_key import as_begun, code_version, differing_keys, list_unapplied, result_key
+from pc_recipe.config.run_key import as_begun, differing_keys, list_unapplied
 from pc_recipe.files import run_folder
 from pc_recipe.files.errors import ReadFailed
 from pc_recipe.files.lock import is_locked, lock
@@ -25,6 +25,7 @@ from pc_recipe.runs.sweep.results import describe_status
 from pc_recipe.runs.sweep.spec import load
 from pc_recipe.runs.sweep.submit import submit
 from pc_recipe.train import environment
+from pc_recipe.train.inputs import code_version, result_key
 
 CONFIG = """
 [training]

@@ -5,8 +5,9 @@ import pytest
 from helpers import tiny
 from pc.errors import UserError
 from pc_recipe.config import Config, load_config
-from pc_recipe.config.run_key import differing_keys, result_key
+from pc_recipe.config.run_key import differing_keys
 from pc_recipe.train.arm import Arm, make_arm
+from pc_recipe.train.inputs import result_key
 
 DEBUG = tiny.ROOT / "train_configs" / "debug.toml"
 
