@@ -24,7 +24,6 @@ from pc.method import Method, power_iteration
 from pc.spectral import initial_vectors
 from pc_recipe.config import load_config
 from pc_recipe.files.atomic import write_atomically
-from pc_recipe.pages import markdown
 from pc_recipe.plan.cost import RunCost
 from timing import DEVICE, hardware, interleaved
 

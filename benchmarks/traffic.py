@@ -29,7 +29,7 @@ from pc.shards import own_slice, shard_gammas, shard_like
 from pc.step import Step
 from pc.weight import Tensors, Weight
 from pc_recipe.config import load_config
-from pc_recipe.files import markdown
+from pc_recipe.pages import markdown
 from pc_recipe.plan.memory import find_weights
 
 CONFIG = Path(__file__).resolve().parents[1] / "train_configs" / "1b_adamw_pc.toml"

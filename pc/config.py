@@ -3,17 +3,15 @@ torch."""
 
 import warnings
 from collections.abc import Iterable, Mapping
-from copy import copy
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 from numbers import Integral
 from typing import Any, Literal, get_args
 
 from pc.blocks import BLOCK_GROUPS, BLOCK_SUFFIXES
 from pc.errors import UserError
-from pc.maps import LEVEL_NAMES, TOLERANCE_AT_ONE, Coefficients, Map, evaluate, name_of, resolve
+from pc.maps import LEVEL_NAMES, TOLERANCE_AT_ONE, Coefficients, Level, evaluate, resolve
 
-Level = int | str | Coefficients
+GivenLevel = Level | int | str | Coefficients
 ComputeDtype = Literal["float32", "tf32"]
 
 
@@ -55,7 +53,7 @@ class PCConfig:
         UserError: an invalid value; the message names the field and valid values.
     """
 
-    level: Level | Mapping[str, Level] = _key(
+    level: GivenLevel | Mapping[str, GivenLevel] = _key(
         4,
         f"Strength of PC: {LEVEL_NAMES}; or your own coefficients of p from degree 0 up, such as [2.083, "
         "-1.643, 0.560]; or a table with one of these for each entry of blocks.",
@@ -95,16 +93,7 @@ class PCConfig:
                 )
         if unknown := set(self.heads) - {"q", "k", "v"}:
             raise UserError(f"pc.heads: {sorted(unknown)[0]!r} is not one of q, k, v")
-        # by name, so that configs with the same maps are equal
-        levels = {block: name_of(map) for block, map in self.maps.items()}
-        object.__setattr__(self, "level", levels if isinstance(self.level, Mapping) else levels[self.blocks[0]])
-        for coefficients in set(self.maps.values()):
-            if abs((at_one := evaluate(coefficients, 1.0)) - 1.0) > TOLERANCE_AT_ONE:
-                warnings.warn(
-                    f"pc.level: coefficients {list(coefficients)} have g(1) = {at_one:.4g}, so PC multiplies the largest "
-                    "singular value of W by that factor; the published maps have g(1) = 1",
-                    stacklevel=3,  # the caller of PCConfig(...), behind its __init__
-                )
+        self._resolve_level()
         for pattern, split in (self.splits or {}).items():
             if not isinstance(split, MatrixSplit | None):
                 raise UserError(
@@ -118,26 +107,39 @@ class PCConfig:
         if self.compute_dtype not in (choices := get_args(ComputeDtype)):
             raise UserError(f"pc.compute_dtype must be one of {', '.join(choices)}, got {self.compute_dtype!r}")
 
-    @cached_property
-    def maps(self) -> dict[str, Map]:
-        """The map g of each entry of `blocks`, found once."""
-        levels: Mapping[str, Any] = (
-            self.level if isinstance(self.level, Mapping) else dict.fromkeys(self.blocks, self.level)
-        )
-        if set(levels) != set(self.blocks):
+    def _resolve_level(self) -> None:
+        """Make `level` a `maps.Level`, or a table of these: from here on nothing looks up a name or compares maps."""
+        given = self.level if isinstance(self.level, Mapping) else {self.blocks[0]: self.level}
+        if isinstance(self.level, Mapping) and set(given) != set(self.blocks):
             raise UserError(
-                f"pc.level names {sorted(levels)} but pc.blocks names {sorted(self.blocks)}; give one level for each"
+                f"pc.level names {sorted(given)} but pc.blocks names {sorted(self.blocks)}; give one level for each"
             )
-        return {block: resolve(level) for block, level in levels.items()}
+        levels = {block: resolve(level) for block, level in given.items()}
+        for level in {levels[block] for block, level in given.items() if not isinstance(level, Level)}:
+            if abs((at_one := evaluate(level.map, 1.0)) - 1.0) > TOLERANCE_AT_ONE:
+                warnings.warn(
+                    f"pc.level: coefficients {list(level.map)} have g(1) = {at_one:.4g}, so PC multiplies the largest "
+                    "singular value of W by that factor; the published maps have g(1) = 1",
+                    stacklevel=4,  # the caller of PCConfig(...), behind its __init__
+                )
+        object.__setattr__(self, "level", levels if isinstance(self.level, Mapping) else levels[self.blocks[0]])
 
     @property
-    def map(self) -> Map:
-        """The map g, if the config has one level (see `for_block`)."""
-        return self.maps[self.blocks[0]]
+    def levels(self) -> dict[str, Level]:
+        """The level of each entry of `blocks`."""
+        level: Any = self.level
+        return dict(level) if isinstance(level, Mapping) else dict.fromkeys(self.blocks, level)
 
-    def for_block(self, block: str) -> "PCConfig":
-        """The configuration of one entry of `blocks`, with that entry's level; heads and splits are resolved by then."""
-        level = self.level[block] if isinstance(self.level, Mapping) else self.level
-        one = copy(self)  # without __post_init__, which would repeat its checks and warnings
-        vars(one).update(level=level, blocks=(block,), heads=(), splits=None)
-        return one
+    @property
+    def only_level(self) -> Level:
+        """The level of a config that has one, as that of `for_block`."""
+        return self.levels[self.blocks[0]]
+
+    def for_blocks(self, entries: Iterable[str]) -> "PCConfig":
+        """The configuration of some entries of `blocks`."""
+        levels = {entry: self.levels[entry] for entry in entries}
+        return replace(self, blocks=tuple(levels), level=levels if isinstance(self.level, Mapping) else self.level)
+
+    def for_block(self, entry: str) -> "PCConfig":
+        """The configuration of one entry of `blocks`, with one level; heads and splits are resolved by then."""
+        return replace(self, blocks=(entry,), level=self.levels[entry], heads=(), splits=None)

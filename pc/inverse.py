@@ -31,7 +31,7 @@ def invert_matrices(
     left, singular_values, right = torch.linalg.svd(effective.double(), full_matrices=False)
     largest = singular_values[:, :1]
     relative = singular_values / largest.clamp(min=torch.finfo(largest.dtype).tiny)
-    roots = smallest_root(method.map, relative)
+    roots = smallest_root(method.level.map, relative)
     roots[:, 0] = 1.0
     raw = left * (largest * roots)[:, None, :] @ right
     return raw.to(effective.dtype), left[:, :, 0].to(effective.dtype), right[:, 0].to(effective.dtype)
@@ -39,10 +39,10 @@ def invert_matrices(
 
 def require_invertible(method: Method) -> None:
     """Raise a `UserError` with the reason if `invert` cannot work."""
-    at_one = maps.evaluate(method.map, 1.0)
+    at_one = maps.evaluate(method.level.map, 1.0)
     if abs(at_one - 1.0) > TOLERANCE:
         raise UserError(
-            f"given weights can be preserved only if g(1) = 1, but level {method.config.level} has {at_one:.6g}; "
+            f"given weights can be preserved only if g(1) = 1, but level {method.level.name} has {at_one:.6g}; "
             + USE_AS_W
         )
     if not method.config.norm_recovery:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from functools import cache
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 from pc.errors import UserError
 
@@ -50,25 +50,40 @@ TOLERANCE_AT_ONE = 0.02
 LARGEST_COEFFICIENTS = 2_000
 
 
-def resolve(level: int | str | Sequence[float]) -> Map:
-    """The map of a level: a key of `LEVELS`, or the user's own coefficients.
+class Level(NamedTuple):
+    """A level that exists, with its map g."""
+
+    name: int | str | Coefficients
+    """Its key in `LEVELS`, also if it was given by coefficients; of any other coefficients, these."""
+    map: Map
+
+    @property
+    def reach(self) -> float:
+        """The largest value at which the map may be evaluated."""
+        return REACH if self.name in COEFFICIENTS else OTHER_REACH
+
+
+def resolve(level: "Level | int | str | Sequence[float]") -> Level:
+    """A level by its key in `LEVELS`, or by the user's own coefficients; one that is resolved stays as it is.
 
     Raises:
         UserError: no such level, or coefficients that are not usable.
     """
+    if isinstance(level, Level):
+        return level
     if isinstance(level, Sequence) and not isinstance(level, str):
         if len(level) < 2 or not all(map(_is_number, level)):
             raise UserError(
                 f"pc.level: coefficients {list(level)} must be two or more numbers: those of p from degree 0 up"
             )
-        own = tuple(map(float, level))
+        own = tuple(float(number) for number in level)  # type: ignore[arg-type]
         _require_usable(own)
-        return own
+        return Level(next((name for name, published in LEVELS.items() if published == own), own), own)
     if isinstance(level, str) and level in map(str, COEFFICIENTS):
         raise UserError(f"pc.level: PC level {level!r} is text; write {level}, without quotes")
     if not (isinstance(level, str) or _is_number(level)) or level not in LEVELS:
         raise UserError(f"pc.level: PC level {level!r} does not exist; use {LEVEL_NAMES} or a list of coefficients")
-    return LEVELS[level]
+    return Level(level, LEVELS[level])
 
 
 def _is_number(value: Any) -> bool:
@@ -97,11 +112,6 @@ def _require_usable(coefficients: Coefficients) -> None:
         )
 
 
-def name_of(map: Map) -> Any:
-    """A map's key in `LEVELS`, even if it was given by its coefficients; without a key, the coefficients."""
-    return next((name for name, published in LEVELS.items() if published == map), map)
-
-
 def evaluate(map: Map, sigma):
     """`g(sigma)` of a number or, elementwise, of a tensor, by Horner's rule."""
     for coefficients in stages(map):
@@ -110,11 +120,6 @@ def evaluate(map: Map, sigma):
             value = value * squared + a
         sigma = sigma * value
     return sigma
-
-
-def reach(name: Any) -> float:
-    """The largest value at which a map may be evaluated; `name` is what `name_of` returns for it."""
-    return REACH if name in COEFFICIENTS else OTHER_REACH
 
 
 def stages(map: Map) -> tuple[Coefficients, ...]:

@@ -186,7 +186,7 @@ def cost_bound(shape: Sequence[int], tokens: int, config: PCConfig) -> float:
         shape: n, m, of which s is the smaller.
         tokens: B, of the step.
     """
-    terms = sum(map(len, stages(config.map)))
+    terms = sum(map(len, stages(config.only_level.map)))
     return (terms * min(shape) + 2 * config.power_iterations + 1) / tokens
 
 

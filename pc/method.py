@@ -41,14 +41,13 @@ class Method:
         config: with one level.
 
     Attributes:
-        reach: the most, such as 1.2, that the largest singular value divided by its estimate u^T W v may be.
+        level: its `reach` is the most, such as 1.2, that the largest singular value divided by its estimate u^T W v may be.
     """
 
     def __init__(self, config: PCConfig) -> None:
         self.config = config
-        self.map = config.map
-        self.reach = maps.reach(config.level)
-        self._stages = maps.stages(config.map)
+        self.level = config.only_level
+        self._stages = maps.stages(self.level.map)
         self._precision = "tf32" if config.compute_dtype == "tf32" else "ieee"
         """of the polynomial's matmuls; everything else runs in float32"""
 
@@ -57,8 +56,8 @@ class Method:
 
     def describe(self) -> str:
         """What defines PC(W), in a few words."""
-        level: Any = self.config.level
-        said = f"coefficients {level}" if isinstance(level, tuple) else f"level {level}"
+        name = self.level.name
+        said = f"coefficients {name}" if isinstance(name, tuple) else f"level {name}"
         return said + ("" if self.config.norm_recovery else ", norm 1")
 
     def apply(
@@ -70,7 +69,7 @@ class Method:
     ) -> Tensor:
         """PC(W), [..., n, m], by operations that autograd can follow: the definition."""
         s = spectral_norm_estimate(weight, u, v)[..., None, None]
-        result = polynomial.apply(self.map, weight / s)
+        result = polynomial.apply(self.level.map, weight / s)
         scale = s.detach() if self.config.norm_recovery else None
         if gamma is not None:
             gamma = gamma.to(weight.dtype)[..., None]
@@ -80,7 +79,7 @@ class Method:
     def advance(self, weight: Tensor, u: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """u and v for the next optimizer step, and the ratio of `second_start`, which has checked them."""
         u, v = power_iteration(weight, u, v, self.config.power_iterations)
-        return second_start(weight, polynomial.gram_matrix(weight), u, v, self.reach)
+        return second_start(weight, polynomial.gram_matrix(weight), u, v, self.level.reach)
 
     @torch.no_grad()
     def evaluate(
@@ -100,7 +99,7 @@ class Method:
             ratio = weight.new_zeros(len(weight))
             if advance:
                 u, v = power_iteration_by_gram(weight, gram, u, v, self.config.power_iterations)
-                u, v, ratio = second_start(weight, gram, u, v, self.reach)
+                u, v, ratio = second_start(weight, gram, u, v, self.level.reach)
             s = spectral_norm_estimate(weight, u, v)[:, None, None]
         scale = gamma[:, :, None] * s if self.config.norm_recovery else gamma[:, :, None]
         with matmuls(weight, self._precision):

@@ -26,7 +26,7 @@ def main() -> None:
     own: maps.Maps = {}
     if arguments.cutoff is not None:
         fitted = maps.fit(arguments.cutoff, arguments.degree, arguments.alpha)
-        accepted = PCConfig(level=fitted).level  # or why PC refuses it
+        accepted = PCConfig(level=fitted).only_level.map  # or why PC refuses it
         assert isinstance(accepted, tuple)
         print(f"level = [{', '.join(f'{one:.6f}' for one in accepted)}]")  # a line for [pc]
         own = {"your own": (fitted, arguments.cutoff)}

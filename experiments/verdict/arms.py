@@ -227,7 +227,7 @@ class Retract(WithoutPC):
         every: int = 20,
     ) -> None:
         super().__init__(parts, optimizers, config, every)
-        self.strength, self.map, self.keep_norm = strength, resolve(level), keep_norm
+        self.strength, self.map, self.keep_norm = strength, resolve(level).map, keep_norm
 
     @torch.no_grad()
     def change(self, step: int) -> None:

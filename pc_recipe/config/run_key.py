@@ -12,7 +12,6 @@ import json
 from typing import Any
 
 from pc.blocks import BLOCK_GROUPS
-from pc.maps import resolve
 from pc_recipe.config.inheritance import validated
 from pc_recipe.config.model_sizes import sizes_of
 from pc_recipe.config.pc_section import PC
@@ -57,8 +56,8 @@ def method_key(pc: PC) -> dict[str, Any]:
     """What defines PC(W), with single blocks and their maps, independent of groups, order and the levels' names."""
     if not pc.enable:
         return {"enable": False}
-    levels: dict[str, Any] = pc.level if isinstance(pc.level, dict) else dict.fromkeys(pc.blocks, pc.level)
-    single = {block: resolve(levels[entry]) for entry in pc.blocks for block in BLOCK_GROUPS.get(entry, (entry,))}
+    levels = pc.pc_config.levels
+    single = {block: levels[entry].map for entry in levels for block in BLOCK_GROUPS.get(entry, (entry,))}
     # Keep one level if all blocks share it, so that a change of blocks is not reported as a change of level too.
     level = single if len(set(single.values())) > 1 else next(iter(single.values()))
     settings = {name: value for name, decides, value, _ in keys_of(pc) if decides == METHOD}

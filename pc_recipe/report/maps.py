@@ -18,7 +18,7 @@ CUTOFFS: dict[int, float] = {1: 0.8, 2: 0.6, 3: 0.4, 4: 0.3}
 Maps = dict[str, tuple[pc.maps.Map, float]]
 """{name: (map, the cutoff of its target)}."""
 
-LEVELS: Maps = {f"level {level}": (pc.maps.resolve(level), cutoff) for level, cutoff in CUTOFFS.items()}
+LEVELS: Maps = {f"level {level}": (pc.maps.LEVELS[level], cutoff) for level, cutoff in CUTOFFS.items()}
 POLAR_EXPRESS: Maps = {"Polar Express": (pc.maps.POLAR_EXPRESS, 1e-3)}
 
 

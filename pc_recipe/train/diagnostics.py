@@ -23,7 +23,6 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
 
 from pc.blocks import block_of, matches
-from pc.maps import name_of, reach
 from pc.method import spectral_norm_estimate
 from pc.owner import Plan
 from pc.preconditioner import Preconditioner
@@ -71,7 +70,7 @@ class Diagnostics:
         self._gammas = {n: w.gamma for n, w in self._pc_weights().items() if w.gamma is not None}
         self._outputs = OutputSizes(model_parts) if self._settings.freq else None
         self._measuring = False
-        self._reach = min(reach(name_of(map)) for map in config.pc.pc_config.maps.values())
+        self._reach = min(level.reach for level in config.pc.pc_config.levels.values())
         self._warned = False
         watched = config.pc.blocks if self._settings.spectra_freq else ()
         self._update = UpdateSizes(model_parts, watched, self._stage_ranks)

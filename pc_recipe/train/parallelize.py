@@ -1,6 +1,6 @@
 """Applies PC and TorchTitan's parallelisms to one model, in an order that works."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -87,8 +87,7 @@ def _attach_pc(model: nn.Module, parallel_dims: AlwaysSharded, config: PCConfig)
         blocks = tuple(entry for entry in config.blocks if any(matches(entry, name) for name in names))
         if not blocks:
             return
-        level = {entry: config.level[entry] for entry in blocks} if isinstance(config.level, dict) else config.level
-        config = replace(config, blocks=blocks, level=level)
+        config = config.for_blocks(blocks)
     attach(model, config)
 
 

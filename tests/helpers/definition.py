@@ -36,7 +36,7 @@ def require_pc(weight) -> None:
         s = torch.einsum("bn,bnm,bm->b", left, before, right)[:, None]
         x, sigma, yh = torch.linalg.svd(before, full_matrices=False)
         assert (s < 1.0001 * sigma[:, :1]).all() and (s > 0.85 * sigma[:, :1]).all()  # ten power iterations per step
-        values = scale * s * maps.evaluate(maps.resolve(4), sigma / s)
+        values = scale * s * maps.evaluate(maps.LEVELS[4], sigma / s)
         wanted = x @ (values[..., None] * yh)
         # float32 sums; control: W itself is far away
         assert (after - wanted).norm() < 1e-5 * wanted.norm() < 1e-2 * (after - before).norm()

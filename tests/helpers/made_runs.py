@@ -50,8 +50,8 @@ def make_run(
     effective = dict(entries)
     method = {"enable": pc_config is not None}
     if pc_config is not None:
-        names = ("level", "blocks", "norm_recovery", "learnable_gamma")
-        method |= {name: getattr(pc_config, name) for name in names}
+        names = ("blocks", "norm_recovery", "learnable_gamma")
+        method |= {"level": pc_config.only_level.name} | {name: getattr(pc_config, name) for name in names}
         with torch.device("meta"):
             layers = attach(Llama2(args), pc_config)
         for name, layer in named_weights(layers):

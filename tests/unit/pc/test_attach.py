@@ -32,7 +32,7 @@ def test_blocks_groups_patterns_and_levels():
     expected = {f"{i}.{n}" for i in (0, 1) for n in ("attention.wo", *(f"feed_forward.w{k}" for k in (1, 2, 3)))}
     assert _names(pc.attach(_model(), PCConfig())) == expected
     model = pc.attach(_model(1), PCConfig(level={"qk": 1, "v": "polar_express"}, blocks=("qk", "v")))
-    levels = {name: weight.config.level for name, weight in pc.named_weights(model)}
+    levels = {name: weight.config.only_level.name for name, weight in pc.named_weights(model)}
     assert levels == {"0.attention.wq": 1, "0.attention.wk": 1, "0.attention.wv": "polar_express"}
     model = nn.ModuleDict({"encoder": nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 3))})
     assert _names(pc.attach(model, PCConfig(blocks=("encoder.[02]",)))) == {"encoder.0", "encoder.2"}

@@ -160,7 +160,7 @@ def test_a_model_of_transformers(name, tmp_path):
         for before, after in zip(split.split_weight(orig), split.split_weight(effective), strict=True):
             u, sigma, vh = torch.linalg.svd(before.double(), full_matrices=False)
             top = sigma[:, :1]
-            wanted = u * (top * maps.evaluate(maps.resolve(4), sigma / top))[:, None] @ vh
+            wanted = u * (top * maps.evaluate(maps.LEVELS[4], sigma / top))[:, None] @ vh
             assert (after - wanted).norm() < 1e-5 * wanted.norm() * math.sqrt(len(wanted))
     # one step, then back to the plain class
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -38,7 +38,7 @@ def test_write_equals_its_definition(level, recovery, with_gamma, shape):
     # Polar Express diverges above one, and an unconverged estimate leaves singular values there.
     weight, gamma, u, v, _ = _batch(shape, converged=level == "polar_express")
     config = _config(level, norm_recovery=recovery, power_iterations=3, learnable_gamma=with_gamma)
-    found, reach = power_iteration(weight, u, v, 3), method_of(config).reach
+    found, reach = power_iteration(weight, u, v, 3), method_of(config).level.reach
     expected_u, expected_v, _ = second_start(weight, gram_matrix(weight), *found, reach)
     gamma = gamma if with_gamma else torch.ones_like(gamma)
     expected = effective_weight(weight, gamma if with_gamma else None, expected_u, expected_v, config)

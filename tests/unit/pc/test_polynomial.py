@@ -18,8 +18,8 @@ def _matrix(n, m, batch=(), seed=0):
 @pytest.mark.parametrize("level", [*LEVELS, (1.5, -0.5)])
 def test_maps_are_bounded_up_to_their_reach_and_keep_one(level):
     """A level is not checked where it is used, as own coefficients are."""
-    map = maps.resolve(level)
-    values = [maps.evaluate(map, maps.reach(level) * i / 1000) for i in range(1001)]
+    (_, map), reach = maps.resolve(level), maps.resolve(level).reach
+    values = [maps.evaluate(map, reach * i / 1000) for i in range(1001)]
     assert -0.05 <= min(values) and max(values) < 1.26
     assert maps.evaluate(map, 1.0) == pytest.approx(1.0, abs=1e-3)
     assert level != "polar_express" or abs(maps.evaluate(map, 1.2)) > 1.26  # control
@@ -55,7 +55,7 @@ TINY_LAST = [(1.5, -0.5, 0.25, -0.25, a) for a in (0.0, 1e-9)]  # no square can 
 @pytest.mark.parametrize("shape", [(7, 7), (5, 11), (11, 5), (1, 6), (6, 1), (2, 3, 5, 9)])
 def test_fewer_products_give_the_same_as_horner_and_autograd(level, shape):
     """For the levels, and for maps that only a custom config has."""
-    map = level if isinstance(level, tuple) else maps.resolve(level)
+    map = level if isinstance(level, tuple) else maps.LEVELS[level]
     *batch, n, m = shape
     matrix, gradient = _matrix(n, m, batch=batch).requires_grad_(), _matrix(n, m, batch=batch, seed=1)
     reference = _apply_by_horner(map, matrix)

@@ -18,10 +18,11 @@ OWN = (2.616, -3.550, 2.731, -0.797)  # as fitted with a cutoff of 0.5; g(1) = 1
 @pytest.mark.parametrize("level", [1, 2, 3, 4, OWN])
 def test_smallest_root(level):
     values = torch.linspace(0, 1, 1001, dtype=torch.float64)[:-1]
-    roots = smallest_root(resolve(level), values)
-    torch.testing.assert_close(evaluate(resolve(level), roots), values, rtol=0, atol=1e-13)
+    map = resolve(level).map
+    roots = smallest_root(map, values)
+    torch.testing.assert_close(evaluate(map, roots), values, rtol=0, atol=1e-13)
     # no root is smaller: from 0 up to each root the map stays below the value
-    below = evaluate(resolve(level), torch.linspace(0, 1, 201, dtype=torch.float64)[:-1, None] * roots)
+    below = evaluate(map, torch.linspace(0, 1, 201, dtype=torch.float64)[:-1, None] * roots)
     assert (below < values + 1e-12).all()
 
 

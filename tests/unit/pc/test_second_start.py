@@ -8,7 +8,7 @@ import torch
 
 import pc
 from pc import PCConfig
-from pc.maps import evaluate, resolve
+from pc.maps import LEVELS, evaluate
 from pc.method import method_of, power_iteration
 
 LEVEL_4 = PCConfig(level=4)
@@ -30,7 +30,7 @@ def write(weight, u, v, config=LEVEL_4):
     method = method_of(config)
     effective, _, _, ratio, _ = method.evaluate(weight, one_each(weight), u, v)
     largest = torch.linalg.matrix_norm(effective, 2) / torch.linalg.matrix_norm(weight, 2)
-    return largest.item(), (ratio > method.reach).item()
+    return largest.item(), (ratio > method.level.reach).item()
 
 
 def lifted(size, times, generator):
@@ -44,7 +44,7 @@ def lifted(size, times, generator):
 def unguarded(weight, u, v, times):
     """What the map does to the lifted direction without a second opinion, relative to `times`."""
     s = (u[0] @ weight[0] @ v[0]).item()
-    return evaluate(resolve(4), times / s) / times
+    return evaluate(LEVELS[4], times / s) / times
 
 
 @pytest.mark.parametrize("size", [(64, 64), (128, 48), (48, 200), (1024, 1024)], ids=str)
