@@ -1,6 +1,6 @@
 """What optimizers hold: W in place of PC(W), and gamma."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
 from typing import Any
 
@@ -9,9 +9,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from pc.errors import UserError
-from pc.moved import MAKE_IT_LATER
+from pc.guard import MAKE_IT_LATER
 from pc.shards import local
-from pc.watch import Watch
+from pc.watch import Parameters
 from pc.weight import Weight
 
 CALLERS = ("accelerate.", "lightning.", "pytorch_lightning.")
@@ -45,28 +45,12 @@ def unwrapped(optimizers: Iterable[Any]) -> list[Optimizer]:
     return found
 
 
-class Parameters(list):
-    """The parameters of a followed optimizer's group. Iterating over them while there are gradients of PC(W) raises an error:
-    code that unscales, clips or measures gradients would miss those. Copies are plain lists."""
-
-    def __init__(self, parameters: Iterable[nn.Parameter], preconditioner: Watch) -> None:
-        super().__init__(parameters)
-        self.preconditioner = preconditioner
-
-    def __iter__(self) -> Iterator[nn.Parameter]:
-        self.preconditioner.before_walk()
-        return super().__iter__()
-
-    def __reduce_ex__(self, _):
-        return list, (self[:],)
-
-
 def ids_of_parameters(*optimizers: Optimizer) -> set[int]:
     # [:] makes a plain list; iterating over `Parameters` may raise an error
     return {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"][:]}
 
 
-def join(weights: Iterable[Weight], given: Iterable[Any], preconditioner: Watch) -> list[Optimizer]:
+def join(weights: Iterable[Weight], given: Iterable[Any], preconditioner: Any) -> list[Optimizer]:
     """Put W in the place of PC(W) in the optimizers, and gamma into a group of the same optimizer.
 
     W also gets what an optimizer has stored for PC(W), such as its momentum. `zero_grad` clears gradients of PC(W) too.
@@ -163,7 +147,7 @@ def _clearing(zero_grad: Callable, clear_gradients: Callable[[], None]) -> Calla
     return both
 
 
-def _write_after_exchanges(optimizer: Any, preconditioner: Watch) -> None:
+def _write_after_exchanges(optimizer: Any, preconditioner: Any) -> None:
     """Write PC(W) after `eval` and `train` if they have exchanged W."""
     last: list[tuple] = []  # the last call
     running: list[Callable] = []

@@ -16,6 +16,40 @@ NOT_PULLED_BACK = (
     "there are gradients of PC(W): preconditioner.pull_back(), which turns them into those of W, was not called after the "
     "last backward(); call it before gradients are unscaled, clipped or measured, and before optimizer.step()"
 )
+NEWER = (
+    "W is newer than PC(W), which the last forward pass used: an optimizer did not step, or W was changed; call "
+    "preconditioner.write_pc() before the forward pass; for an optimizer made later, call preconditioner.follow(optimizer)"
+)
+NO_GRADIENT = (
+    "pull_back() found no gradient of a weight with PC; call it after backward(), and where a CUDA graph writes gradients to "
+    "fixed places, as pull_back(set_to_none=False)"
+)
+FROZEN = (
+    "has gradients, but its W and gamma are frozen: unfreeze the module, which has all three, not a list of parameters made "
+    "before pc.precondition"
+)
+HAS_GRAPH = (
+    "has a graph, by backward(create_graph=True), but that of W can have none: methods of second order cannot train weights "
+    "with PC"
+)
+CHANGED = (
+    "was changed while it held PC(W), and optimizers train W: change {}_orig and call preconditioner.write_pc(); after loading "
+    "plain weights, call preconditioner.restart(); after swapping averages back, preconditioner.note_loaded(); and give "
+    "pc.precondition all optimizers"
+)
+MAKE_IT_LATER = (
+    "call preconditioner = pc.precondition(model) first, make it from model.parameters(), and call "
+    "preconditioner.write_pc() after each step"
+)
+"""What an optimizer needs that cannot be followed."""
+MOVED_PC = f"has moved PC(W) of {{}}, not W; it has parameters of its own: {MAKE_IT_LATER}"
+STUCK = (
+    "has not moved W of {} in {} steps with a gradient and a rate; it may have parameters of its own: " + MAKE_IT_LATER
+)
+MOVED = (
+    "was changed after PC(W) was written, through `.data`, by a wrapper around {} or by one that is not followed: call "
+    "preconditioner.write_pc() after it"
+)
 ENDED = (
     "pc.merge or pc.detach has removed PC from the model of this preconditioner; to train on with PC, call "
     "pc.attach and pc.precondition again; to evaluate a plain copy, load pc.plain_state_dict(model)"

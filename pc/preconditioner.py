@@ -10,8 +10,9 @@ The attribute that holds a gradient says what it is the gradient of:
 Which optimizers are followed, and how a model starts and ends with PC, is here; what happens in a step, in `pc.watch`.
 """
 
+import contextlib
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import partial
 
 import torch
@@ -25,11 +26,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from pc import followed
 from pc.errors import UserError
 from pc.guard import ENDED, NOT_PULLED_BACK, remove_guards
-from pc.shards import local
-from pc.step import Step
+from pc.shards import local, on_any_rank
+from pc.step import Step, checksums
 from pc.targets import counted, wildcard_layers
-from pc.watch import Watch, has_rate
-from pc.weight import named_weights
+from pc.watch import Phase, State, Watch, has_rate
+from pc.weight import named_weights, versions
 
 
 def reshard(models: Iterable[nn.Module]) -> None:
@@ -101,9 +102,31 @@ class Preconditioner(Watch):
 
     def require_loaded(self) -> None:
         """After a load that skips missing tensors: raise a `UserError` if any tensor of a weight was not loaded."""
-        for name, *both in zip(self.weights, self._versions(), self._noted, strict=True):
+        for name, *both in zip(self.weights, versions(self.weights.values()), self._versions, strict=True):
             if any(new == old for new, old in zip(*both, strict=True)):
                 raise UserError(f"{name} was not loaded with its W, gamma, u and v")
+
+    def note_loaded(self) -> None:
+        """Call it when all tensors of all weights were loaded: `weight` then counts as PC(W) of W."""
+        self._note_written(State(Phase.WRITTEN))
+
+    @torch.no_grad()
+    def clear_gradients(self) -> None:
+        """Drop the gradients of PC(W), also for an optimizer's `zero_grad(set_to_none=False)`."""
+        for weight in self.weights.values():
+            gradient = weight.effective.grad
+            weight.effective.grad = gradient.zero_() if self._keeps_gradients and gradient is not None else None
+
+    @torch.no_grad()
+    def write_pc(self) -> None:
+        """Advance u and v and write PC(W). Call it after W was changed, and if no optimizer is followed, after each step.
+
+        Raises:
+            UserError: `weight` was changed but W was not, or a weight is not where it was.
+        """
+        with self._lock:
+            self._find_changes()
+            self._write(advance=True, share=False)
 
     def restart(self) -> None:
         """Take the current weights as W, with gamma 1 and new u and v. Call it after plain weights were loaded."""
@@ -118,6 +141,23 @@ class Preconditioner(Watch):
         the last call, [1]; 0 if none. Does not wait for the device."""
         worst, self._worst = self._worst, None
         return local(next(iter(self.weights.values())).orig).new_zeros(1) if worst is None else worst.reshape(1)
+
+    @contextlib.contextmanager
+    def exchange(self, looks: bool) -> Iterator[None]:
+        """Around `eval` or `train` of a schedule-free optimizer, which exchange W for its average, or do nothing: if they did,
+        PC(W) is written. `looks`: by W's values, which waits for the device; else by version counters."""
+        with self._lock:
+            self._find_changes()  # by others
+            tensors = [weight.tensors() for weight in self.weights.values()]
+            before = checksums(tensors)[1] if looks else None
+            yield
+            if before is None:
+                return self.write_if_stale()
+            has_moved = (before != checksums(tensors)[1]).any()[None]
+            if on_any_rank(has_moved, [one.orig for one in tensors]).any():
+                self._write(advance=True, share=False)
+            else:
+                self._versions = versions(self.weights.values())
 
     def follow(self, *optimizers: Optimizer | Iterable[Optimizer]) -> None:
         """From now on write PC(W) after all of these optimizers have stepped.
@@ -153,7 +193,7 @@ class Preconditioner(Watch):
         for optimizer in [*self._hooks]:
             self._leave(optimizer)
         self._stop_asking()
-        self._end()
+        self._set(State(Phase.ENDED))
         _live.discard(self)
 
     def _leave(self, optimizer: Optimizer, restore: bool = True) -> None:

@@ -22,7 +22,7 @@ def local(tensor: Tensor) -> Tensor:
 
 def shards_of(items: Iterable[Iterable[Tensor]]) -> list[list[Tensor]]:
     """`local` of each tensor of each item."""
-    return [[local(tensor) for tensor in item] for item in items]
+    return [[x._local_tensor if isinstance(x, DTensor) else x for x in item] for item in items]
 
 
 def sharded_dims(tensor: Tensor) -> dict[int, int | None]:

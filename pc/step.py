@@ -15,10 +15,13 @@ or versions; `pc.watch` decides when a pass runs. The way of one gradient and on
     splits       WeightSplit.evaluate
     method       Method.evaluate: Gram matrix, power iteration, second start, s
     polynomial   apply_and_keep: the map
+
+Every matrix goes on to `pc.owner`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -130,3 +133,71 @@ class Step:
         splits = [self._splits[name] for name in weights]
         costs = [split.cost for split in splits]
         return Plan(*write, splits, costs, sharing, others=[pull_back], room=KEPT_BYTES)
+
+
+# --- what tensors tell of a step, as numbers on the device: nothing here waits for it, or asks other ranks
+
+
+@torch.no_grad()
+def checksums(weights: Iterable[Tensors]) -> tuple[Any, Tensor]:
+    """What to compare with alone, because `model.float()` changes all values; then of this rank's shard of each W and of each
+    gamma the sum of its 4-byte words, [k] int64. It is the same in any order, so on any number of threads."""
+    parameters = zip(*((w.orig,) if w.gamma is None else (w.orig, w.gamma) for w in weights), strict=True)
+    shards = [shard for shards in shards_of(parameters) for shard in shards]
+    found = []
+    for shard in shards:
+        flat = shard.detach().reshape(-1)
+        # two float32 at a time, if possible, are ten times as fast; of float64 the upper half's signs would cancel
+        in_pairs = flat.itemsize == 4 and flat.nbytes % 8 == 0 and flat.data_ptr() % 8 == 0
+        word = torch.int64 if in_pairs else torch.int32 if flat.itemsize % 4 == 0 else torch.int16
+        found.append(flat.view(word).sum())
+    return (shards[0].dtype, shards[0].device), torch.stack(found)
+
+
+def should_move(weights: Iterable[Tensors], rates: Mapping[int, Any]) -> Tensor:
+    """Whether a step should move each W on this rank, [n]: the update, of the size of the gradient (as by SGD) or 1 (as by
+    Adam) times the rate, does not vanish beside the largest entry.
+
+    Args:
+        rates: by the id of a parameter; without one, the step leaves it alone.
+    """
+    found = []
+    for w in weights:
+        should = torch.zeros((), dtype=torch.bool, device=w.orig.device)
+        rate, gradient = rates.get(id(w.orig)), w.orig.grad
+        if rate is not None and gradient is not None:
+            ((shard, gradient),) = shards_of([(w.orig.detach(), gradient)])
+            if shard.numel():
+                size, largest = (torch.linalg.vector_norm(one, torch.inf) for one in (gradient, shard))
+                should = size.isfinite() & (size.clamp(max=1.0) * rate > torch.finfo(shard.dtype).eps * largest)
+        found.append(should)
+    return torch.stack(found)
+
+
+class Arrival:
+    """Tells the host which condition on the device was true: in the same call on a CPU, else in a later one."""
+
+    def __init__(self) -> None:
+        self._largest: Tensor | None = None
+        self._copy: tuple[Tensor, Any] | None = None
+
+    def find(
+        self,
+        conditions: Tensor,  # [k] bool
+    ) -> int | None:  # the index of one that is true, now or in an earlier call
+        number = torch.where(conditions.any(), conditions.to(torch.int8).argmax() + 1, 0)
+        self._largest = number if self._largest is None else torch.maximum(self._largest, number)
+        if self._copy is None:
+            copy = self._largest.to("cpu", non_blocking=True)  # pinned, from a GPU
+            event = None if self._largest.device.type == "cpu" else torch.Event(self._largest.device)
+            if event is not None:
+                event.record()
+            self._copy = copy, event
+        copy, event = self._copy
+        if event is not None and not event.query():
+            return None
+        self._copy = None
+        if not copy:
+            return None
+        self._largest = None  # it is found once
+        return int(copy) - 1

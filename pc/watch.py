@@ -22,10 +22,11 @@ for those that wait. `pull_back` is linear in the gradient, so one call on the a
 backward passes of `pc.PCLinear`. Both passes go on in `pc.step`.
 """
 
-import contextlib
 import threading
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from enum import Enum
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -35,12 +36,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from pc import guard
 from pc.errors import UserError
-from pc.guard import COPIED_EARLY, ENDED, NOT_PULLED_BACK, Guard
-from pc.moved import Moves
-from pc.shards import on_any_rank, shards_of
-from pc.step import Step
-from pc.weight import Tensors, Weight, require_in_place
+from pc.step import Arrival, Step, checksums, should_move
+from pc.weight import Tensors, Weight, require_in_place, versions
+
+LOOKS, STUCK = 32, 16
+"""An optimizer is wrong if W should have moved in 16 of its first 32 steps and did not in any. Some leave out their first
+step, as SOAP, or add up the gradients of several."""
 
 Phase = Enum("Phase", ["WRITTEN", "PULLED_BACK", "MOVED", "ENDED"])
 
@@ -56,11 +59,7 @@ class State(NamedTuple):
 
 
 class Watch:
-    """Knows the state of a model's weights, and calls the step.
-
-    Attributes:
-        weights: by name.
-    """
+    """Knows the state of a model's weights, and calls the step."""
 
     def __init__(
         self, models: list[nn.Module], weights: dict[str, Weight], replicas: list[DistributedDataParallel], step: Step
@@ -80,22 +79,27 @@ class Watch:
         """whether the closure of a step is running, in which gradients are pulled back when they are needed"""
         self._worst: Tensor | None = None
         """the largest ratio of a second start on this rank since the last `take_worst`"""
-        self._moves = Moves(weights)
+        self._looks = Counter[Optimizer]()
+        self._checksums: tuple[Any, Tensor]
+        """of W and gamma when PC(W) was written"""
+        self._should_move: Tensor | None = None
+        """whether each W should move before the next write, [n]"""
+        self._stuck: Any = 0
+        """in how many looks each W should have moved and did not, -1 once it has, [n]"""
+        self._found_moved, self._found_stuck = Arrival(), Arrival()
         self._lock = threading.RLock()  # a thread may evaluate while a step is taken
-        self._set(State(Phase.WRITTEN))
+        self._note_written(State(Phase.WRITTEN))
 
     def _set(self, state: State) -> None:
         """Take this as the state, with the tensors as they are, after a write, a load or a step."""
         self._state = state
-        self._noted = self._versions()
-        if state.phase in (Phase.WRITTEN, Phase.PULLED_BACK):
-            self._moves.note_written()
+        self._versions = versions(self.weights.values())
         if state.phase is not Phase.MOVED:
             while self._guards:
                 self._guards.pop().remove()
         elif not self._guards:
-            guard = Guard(COPIED_EARLY, self.write_if_stale)
-            self._guards = [module.register_forward_pre_hook(guard, prepend=True) for module in self._guarded]
+            hook = guard.Guard(guard.COPIED_EARLY, self.write_if_stale)
+            self._guards = [module.register_forward_pre_hook(hook, prepend=True) for module in self._guarded]
 
     # --- the two passes
 
@@ -116,68 +120,41 @@ class Watch:
         with self._lock:
             self._find_changes()
             if self._state.phase is Phase.MOVED:
-                raise UserError(
-                    "W is newer than PC(W), which the last forward pass used: an optimizer did not step, or W was changed; "
-                    "call preconditioner.write_pc() before the forward pass; for an optimizer made later, "
-                    "call preconditioner.follow(optimizer)"
-                )
-            self._moves.look()
+                raise UserError(guard.NEWER)
             if not all(ddp.require_backward_grad_sync for ddp in self._replicas):
                 raise UserError("pull_back() within no_sync(): call it after the backward pass that averages gradients")
+            tensors = {name: weight.tensors() for name, weight in self.weights.items()}
+            (kind, written), (kind_now, now) = self._checksums, checksums(tensors.values())
+            moved = self._found_moved.find(written != now) if kind == kind_now else None
+            if moved is not None:
+                raise UserError(f"W of {[*tensors][moved % len(tensors)]} {guard.MOVED.format(self._stepped())}")
             self._keeps_gradients = not set_to_none
-            used = {name: w.tensors() for name, w in self.weights.items() if w.effective.grad is not None}
-            if len(used) < len(self.weights):  # another parameter may have got the weight's place and gradient
+            used = {name: one for name, one in tensors.items() if one.effective.grad is not None}
+            if len(used) < len(tensors):  # another parameter may have got the weight's place and gradient
                 require_in_place(self.weights.values(), self._models)
-            holders = self._holders()
+            holders = self._holders(tensors.values())
             if used:
                 self._pull_back(used, set().union(*holders.values()))
-            elif any(weight.effective.requires_grad for weight in self.weights.values()):
-                raise UserError(
-                    "pull_back() found no gradient of a weight with PC; call it after backward(), and where a CUDA graph "
-                    "writes gradients to fixed places, as pull_back(set_to_none=False)"
-                )
+            elif any(one.effective.requires_grad for one in tensors.values()):
+                raise UserError(guard.NO_GRADIENT)
             self._state = State(Phase.PULLED_BACK, frozenset(holders))
 
     def _pull_back(self, used: dict[str, Tensors], held: set[int]) -> None:
         """`held`: the ids of each W and gamma that a followed optimizer holds."""
-        for name, (effective, orig, gamma, *_others) in used.items():
+        gradients: list[Any] = [one.effective.grad for one in used.values()]
+        for (name, (_, orig, gamma, *_others)), gradient in zip(used.items(), gradients, strict=True):
             if not orig.requires_grad and not (gamma is not None and gamma.requires_grad):
-                raise UserError(
-                    f"{name} has gradients, but its W and gamma are frozen: unfreeze the module, which has all three, "
-                    "not a list of parameters made before pc.precondition"
-                )
+                raise UserError(f"{name} {guard.FROZEN}")
             if self._hooks and orig.requires_grad and id(orig) not in held:
                 raise UserError(f"{name} was unfrozen; call preconditioner.follow(optimizer) first")
-            if effective.grad is not None and effective.grad.requires_grad:
-                raise UserError(
-                    f"the gradient of {name} has a graph, by backward(create_graph=True), but that of W can have none: methods "
-                    "of second order cannot train weights with PC"
-                )
-        gradients: list[Any] = [one.effective.grad for one in used.values()]
+            if gradient.requires_grad:
+                raise UserError(f"the gradient of {name} {guard.HAS_GRAPH}")
         found = self._step.pull_back(used, gradients)
-        self.clear_gradients()
-        for one, of_both in zip(used.values(), found, strict=True):
+        for one, of_pc, of_both in zip(used.values(), gradients, found, strict=True):
+            one.effective.grad = of_pc.zero_() if self._keeps_gradients else None
             for parameter, gradient in zip((one.orig, one.gamma), of_both, strict=True):
                 if parameter is not None and parameter.requires_grad:
                     parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
-
-    @torch.no_grad()
-    def clear_gradients(self) -> None:
-        """Drop the gradients of PC(W), also for an optimizer's `zero_grad(set_to_none=False)`."""
-        for weight in self.weights.values():
-            gradient: Any = weight.effective.grad
-            weight.effective.grad = gradient.zero_() if self._keeps_gradients and gradient is not None else None
-
-    @torch.no_grad()
-    def write_pc(self) -> None:
-        """Advance u and v and write PC(W). Call it after W was changed, and if no optimizer is followed, after each step.
-
-        Raises:
-            UserError: `weight` was changed but W was not, or a weight is not where it was.
-        """
-        with self._lock:
-            self._find_changes()
-            self._write(advance=True, share=False)
 
     def write_if_stale(self) -> None:
         """`write_pc`, if W is known to be newer than PC(W). If weights are not sharded, one rank may call it alone."""
@@ -191,27 +168,29 @@ class Watch:
         """`share`: all ranks call this now, so that those with equal whole weights may divide the matrices among them."""
         try:
             require_in_place(self.weights.values(), self._models)
-            worst = self._step.write({name: weight.tensors() for name, weight in self.weights.items()}, advance, share)
+            tensors = {name: weight.tensors() for name, weight in self.weights.items()}
+            worst = self._step.write(tensors, advance, share)
         except BaseException:  # also Ctrl-C in a notebook: W is whole, and the next write starts from it
             self._set(self._state._replace(phase=Phase.MOVED))
             raise
         self._worst = worst if self._worst is None else torch.maximum(self._worst, worst)
+        (kind, before), self._checksums = self._checksums, checksums(tensors.values())
+        kind_now, now = self._checksums
         self._set(self._state._replace(phase=Phase.PULLED_BACK if self._state.waiting else Phase.WRITTEN))
+        if self._should_move is not None and kind == kind_now:
+            should, self._should_move = self._should_move, None
+            has_moved = (before != now)[: len(should)]  # W, not gamma
+            self._stuck = torch.where(has_moved | (self._stuck < 0), -1, self._stuck + should)
+            index = self._found_stuck.find(self._stuck >= STUCK)
+            if index is not None:
+                raise UserError(f"{self._stepped()} {guard.STUCK.format([*tensors][index], STUCK)}")
 
     # --- steps of optimizers
 
     def has_gradients(self) -> bool:
-        """Whether there are gradients of PC(W); if they stay allocated, whether there may be."""
-        is_pulled_back = self._keeps_gradients and self._state.phase is not Phase.WRITTEN
+        """Whether there are gradients of PC(W); if they stay allocated, whether there may be, as always in a closure."""
+        is_pulled_back = self._keeps_gradients and not (self._runs_closure or self._state.phase is Phase.WRITTEN)
         return not is_pulled_back and any(weight.effective.grad is not None for weight in self.weights.values())
-
-    @torch.compiler.disable
-    def before_walk(self) -> None:
-        """Called before iterating over the parameters of an optimizer's group. A closure may clip gradients there."""
-        if self._runs_closure and self.has_gradients():
-            self.pull_back(set_to_none=not self._keeps_gradients)
-        if not (self._is_saving or self._keeps_gradients) and self.has_gradients():
-            raise UserError(NOT_PULLED_BACK)
 
     @torch.compiler.disable
     def _before_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
@@ -221,14 +200,11 @@ class Watch:
         waits = optimizer in self._state.waiting
         self._state = self._state._replace(stepping=None)
         if closure is None and self.has_gradients():
-            raise UserError(NOT_PULLED_BACK)
+            raise UserError(guard.NOT_PULLED_BACK)
         self._begin(optimizer)
         if closure is None:
             return None
-
-        def with_pc() -> Any:
-            return self._run_closure(closure, optimizer, waits)
-
+        with_pc = partial(self._run_closure, closure, optimizer, waits)
         if given:
             return (optimizer, with_pc, *given[1:]), kwargs
         return args, {**kwargs, "closure": with_pc}
@@ -236,21 +212,23 @@ class Watch:
     def _begin(self, optimizer: Optimizer) -> None:
         """Note that it is stepping, if this may move W or gamma: asked before the step, which may clear gradients."""
         phase, waiting, _ = self._state
-        if not any(p.grad is not None for weight in self.weights.values() for p in weight.trained):
+        tensors = [weight.tensors() for weight in self.weights.values()]
+        if not any(p is not None and p.grad is not None for one in tensors for p in (one.orig, one.gamma)):
             return
         if optimizer not in waiting:  # no pull back since its last step: only what is left of gradients may move W
-            waiting = frozenset(self._holders())
+            waiting = frozenset(self._holders(tensors))
             if optimizer not in waiting or not has_rate(optimizer):
                 return
         self._state = State(phase, waiting, optimizer)
-        self._moves.before_step(optimizer)
+        if self._looks[optimizer] < LOOKS:
+            rates = {id(p): group.get("lr", 1.0) for group in optimizer.param_groups for p in group["params"][:]}
+            should = should_move(tensors, rates)
+            if hasattr(optimizer, "found_inf"):  # a fused step under a gradient scaler, which may do nothing
+                should = should & (optimizer.found_inf == 0)
+            self._should_move = should if self._should_move is None else self._should_move | should
 
     def _run_closure(self, closure: Any, optimizer: Optimizer, waits: bool) -> Any:
-        """`closure` with PC(W) of what W is now, and with gradients pulled back.
-
-        Args:
-            waits: whether the optimizer has yet to step since the last pull back.
-        """
+        """`closure` with PC(W) of what W is now, and with gradients pulled back. `waits`: the optimizer has yet to step."""
         is_behind = self._state.phase is Phase.MOVED  # by others
         self._find_changes()  # by this step itself, if it calls the closure again, as LBFGS does
         if self._state.phase is Phase.MOVED:
@@ -261,10 +239,10 @@ class Watch:
         try:
             with torch.enable_grad():
                 loss = closure()
+            if self.has_gradients():
+                self.pull_back(set_to_none=not self._keeps_gradients)
         finally:
             self._runs_closure = False
-        if self.has_gradients():
-            self.pull_back(set_to_none=not self._keeps_gradients)
         if optimizer in waiting:
             self._state = self._state._replace(waiting=waiting)
         self._begin(optimizer)
@@ -273,10 +251,13 @@ class Watch:
     @torch.compiler.disable
     def _after_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
         phase, waiting, stepping = self._state
+        now = versions(self.weights.values())
         if stepping is not optimizer:
-            self._noted = self._versions()
+            self._versions = now
             return
-        wrong = self._moves.after_step(optimizer)
+        self._looks[optimizer] += 1
+        both = zip(self.weights, self._versions, now, strict=True)
+        wrong = [name for name, (of_pc, *_), (of_pc_now, *_) in both if of_pc != of_pc_now]
         # it stays `stepping`, because a subclass may move W after its parent's step, which has hooks of its own
         self._state = State(phase, waiting - {optimizer}, optimizer)
         if self._state.waiting:
@@ -284,60 +265,33 @@ class Watch:
         else:
             self._write(advance=True, share=True)
         if wrong:
-            raise UserError(wrong)
+            raise UserError(f"{self._stepped()} {guard.MOVED_PC.format(wrong[0])}")
 
-    def _holders(self) -> dict[Optimizer, set[int]]:
+    def _stepped(self) -> str:
+        return "an optimizer" if self._state.stepping is None else type(self._state.stepping).__name__
+
+    def _holders(self, tensors: Iterable[Tensors]) -> dict[Optimizer, set[int]]:
         """The followed optimizers that hold a W or gamma now, with the ids of those; they may get others later."""
-        ours = {id(p) for weight in self.weights.values() for p in weight.trained}
-        groups = {one: one.param_groups for one in self._hooks}
+        ours = {id(p) for one in tensors for p in (one.orig, one.gamma)}
         # [:] makes a plain list, without the check of `Parameters`
-        held = {one: ours & {id(p) for group in of_one for p in group["params"][:]} for one, of_one in groups.items()}
-        return {one: ids for one, ids in held.items() if ids}
+        held = {o: ours & {id(p) for group in o.param_groups for p in group["params"][:]} for o in self._hooks}
+        return {optimizer: ids for optimizer, ids in held.items() if ids}
 
     # --- what else changes W
 
-    def note_loaded(self) -> None:
-        """Call it when all tensors of all weights were loaded: `weight` then counts as PC(W) of W."""
+    def _note_written(self, state: State) -> None:
+        """`weight` counts as PC(W) of what W is now, though this has not written it."""
         self._step.forget()
-        self._set(State(Phase.WRITTEN))
-
-    def _end(self) -> None:
-        self._state = State(Phase.ENDED)
+        self._checksums = checksums([weight.tensors() for weight in self.weights.values()])
+        self._set(state)
 
     def _note_followed(self) -> None:
         """After other optimizers are followed: who has yet to step in the step that has begun."""
-        self._moves.start_again()
+        self._looks.clear()
+        self._stuck = 0
         phase, waiting, _ = self._state
-        followed = self._holders().keys()
+        followed = self._holders([weight.tensors() for weight in self.weights.values()]).keys()
         self._state = State(phase, frozenset(followed if phase is Phase.PULLED_BACK else waiting & followed))
-
-    @contextlib.contextmanager
-    def exchange(self, looks: bool) -> Iterator[None]:
-        """Around `eval` or `train` of a schedule-free optimizer, which exchange W for its average, or do nothing: if they did,
-        PC(W) is written. `looks`: by W's values, which waits for the device; else by version counters."""
-        with self._lock:
-            self._find_changes()  # by others
-            before = self._moves.prints() if looks else None
-            yield
-            if before is None:
-                return self.write_if_stale()
-            has_moved = (before != self._moves.prints()).any()[None]
-            if on_any_rank(has_moved, [w.orig for w in self.weights.values()]).any():
-                self._write(advance=True, share=False)
-            else:
-                self._noted = self._versions()
-
-    def _versions(self) -> list[list[Any]]:
-        """For each weight, numbers that change when PC(W), when W or gamma, and when u is written to."""
-        found = []
-        for weight in self.weights.values():
-            effective, orig, gamma, u, _ = weight.tensors()
-            tensors = [effective, u, orig] if gamma is None else [effective, u, orig, gamma]
-            # a DTensor has two counters: of autograd's operations, and of those on its shard
-            (shards,) = shards_of([tensors])
-            of_pc, of_u, *trained = [(one._version, shard._version) for one, shard in zip(tensors, shards, strict=True)]
-            found.append([of_pc, trained, of_u])
-        return found
 
     def _find_changes(self) -> None:
         """Find by version counters which of `weight`, W with gamma, and u have changed since they were noted, and draw the
@@ -347,34 +301,46 @@ class Watch:
             W or gamma, not `weight`   somebody changed it, so PC(W) is older
             `weight`, but not all      an error, unless PC(W) is older and will be written anyway
 
-        Neither fused optimizers nor changes through `.data` move the counters: `pc.moved` finds them by values, a step later.
-        Hooks see the steps of those that are followed.
-
-        Raises:
-            UserError: PC(W) alone has changed, a weight is not where it was, or the model has no PC any more.
+        Counters answer at once, without waiting for the device, and tell these three apart. Neither fused optimizers nor
+        changes through `.data` move them: checksums find those, when gradients are pulled back.
         """
         if self._state.phase is Phase.ENDED:
-            raise UserError(ENDED)
-        changes = [
-            [a != b for a, b in zip(*both, strict=True)] for both in zip(self._versions(), self._noted, strict=True)
-        ]
+            raise UserError(guard.ENDED)
+        both = zip(versions(self.weights.values()), self._versions, strict=True)
+        changes = [[new != old for new, old in zip(*of_one, strict=True)] for of_one in both]
         if not any(map(any, changes)):
             return
         require_in_place(self.weights.values(), self._models)
         for weight, (effective, trained, u) in zip(self.weights.values(), changes, strict=True):
             if effective and not (trained and u) and self._state.phase is not Phase.MOVED:
-                raise UserError(
-                    f"{weight.name} was changed while it held PC(W), and optimizers train W: change {weight.attribute}_orig "
-                    "and call preconditioner.write_pc(); after loading plain weights, call preconditioner.restart(); after "
-                    "swapping averages back, preconditioner.note_loaded(); and give pc.precondition all optimizers"
-                )
-        if any(map(all, changes)) and self._step.has_written(
-            {name: weight.tensors() for name, weight in self.weights.items()}
-        ):
-            self._set(State(Phase.WRITTEN) if all(map(all, changes)) else self._state)
+                raise UserError(f"{weight.name} {guard.CHANGED.format(weight.attribute)}")
+        tensors = {name: weight.tensors() for name, weight in self.weights.items()}
+        if any(map(all, changes)) and self._step.has_written(tensors):
+            self._note_written(State(Phase.WRITTEN) if all(map(all, changes)) else self._state)
         elif any(trained for _, trained, _ in changes):
             self._state = self._state._replace(phase=Phase.MOVED)
-        self._noted = self._versions()
+        self._versions = versions(self.weights.values())
+
+
+class Parameters(list):
+    """The parameters of a followed optimizer's group. Iterating over them while there are gradients of PC(W) raises an error:
+    code that unscales, clips or measures gradients would miss those. In a closure it pulls them back. Copies are plain lists."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], preconditioner: Watch) -> None:
+        super().__init__(parameters)
+        self.preconditioner = preconditioner
+
+    @torch.compiler.disable
+    def __iter__(self) -> Iterator[nn.Parameter]:
+        watch = self.preconditioner
+        if watch._runs_closure and watch.has_gradients():
+            watch.pull_back(set_to_none=not watch._keeps_gradients)
+        if not (watch._is_saving or watch._keeps_gradients) and watch.has_gradients():
+            raise UserError(guard.NOT_PULLED_BACK)
+        return super().__iter__()
+
+    def __reduce_ex__(self, _):
+        return list, (self[:],)
 
 
 def has_rate(optimizer: Optimizer) -> bool:

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from pc.config import PCConfig
 from pc.errors import UserError
-from pc.shards import local, shard_gammas, shard_like, viewed
+from pc.shards import local, shard_gammas, shard_like, shards_of, viewed
 from pc.splits import WeightSplit
 
 ADDED = ("orig", "gamma", "u", "v")
@@ -165,6 +165,19 @@ def gamma_values(split: WeightSplit, effective: Tensor, gamma: Tensor | None) ->
 
 def _ones(split: WeightSplit, effective: Tensor) -> Tensor:
     return shard_gammas(effective, torch.ones(split.gamma_shape, device=effective.device, dtype=effective.dtype))
+
+
+def versions(weights: Iterable[Weight]) -> list[list[Any]]:
+    """For each weight, numbers that change when PC(W), when W or gamma, and when u is written to."""
+    found = []
+    for weight in weights:
+        effective, orig, gamma, u, _ = weight.tensors()
+        tensors = [effective, u, orig] if gamma is None else [effective, u, orig, gamma]
+        # a DTensor has two counters: of autograd's operations, and of those on its shard
+        (shards,) = shards_of([tensors])
+        of_pc, of_u, *trained = [(one._version, shard._version) for one, shard in zip(tensors, shards, strict=True)]
+        found.append([of_pc, trained, of_u])
+    return found
 
 
 def require_precision(name: str, effective: Tensor) -> None:

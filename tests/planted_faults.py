@@ -35,8 +35,8 @@ MODULES = ("pc/*.py", *(f"pc_recipe/train/{name}.py" for name in ("trainer", "op
 GIVEN = {
     "pc/matrices.py": "checkpoint_report", "pc/measure.py": "checkpoint_report", "pc/shards.py": "hyperball_ranks",
     "pc/preconditioner.py": "loops|loops_ranks",
-    "pc/watch.py": "preconditioner(_mistakes|_states)?|loops|loops_ranks|skipped_steps",
-    "pc/step.py": "preconditioner|kept|gammas|loops_ranks",
+    "pc/watch.py": "preconditioner(_mistakes|_states)?|loops|loops_ranks|moved",
+    "pc/step.py": "preconditioner|kept|gammas|loops_ranks|moved|second_start",
     "pc/method.py": "owner_functions|second_start|odd_matrices|effective_weight", "pc/inverse.py": "preserve",
     "pc/assignment.py": "owner|owner_ranks|owner_counts|split_ranks",
     "pc_recipe/train/trainer.py": "nonfinite|stopping|training",

@@ -66,7 +66,7 @@ class Strict(TorchDispatchMode):
 
 class Counted(TorchDispatchMode):
     """Counts, while `on`, the operations on the device (but views, which do nothing there), the exchanges, and the waits of
-    the host. Every number that the host reads is 1."""
+    the host. Every number that the host reads is 1, or 0 if it is an integer."""
 
     on = True
 
@@ -81,7 +81,7 @@ class Counted(TorchDispatchMode):
         name, kwargs = str(function), kwargs or {}
         self.waits[name] += self.on and waits(function, args, kwargs)
         if name == "aten._local_scalar_dense.default" and isinstance(args[0], FakeTensor):
-            return 1.0 if args[0].is_floating_point() else 1
+            return 1.0 if args[0].is_floating_point() else 0
         result = function(*args, **kwargs)
         if function.namespace in ("c10d", "_c10d_functional"):
             self.exchanges[name] += self.on and "wait_tensor" not in name

@@ -229,6 +229,28 @@ def test_gradients_in_fixed_places():
     assert all(parameter.grad is place for parameter, place in places.items())
 
 
+@pytest.mark.parametrize("clips", [False, True])
+def test_closures_with_gradients_that_stay_allocated(clips):
+    """Each call of a closure in one step makes gradients, and none pulls them back."""
+    found = []
+    for set_to_none in (True, False):
+        loop = Loop(lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=4))
+        loop.backward()
+        loop.preconditioner.pull_back(set_to_none=set_to_none)
+
+        def closure(loop=loop):
+            loop.zero_grad()
+            loss = loop.backward()
+            if clips:
+                torch.nn.utils.clip_grad_norm_(loop.optimizer.param_groups[0]["params"], 0.01)
+            return loss
+
+        for _ in range(2):
+            loop.optimizer.step(closure)
+        found.append(loop.trained())
+    require_near(*found)
+
+
 def test_a_graph_that_lost_its_gradients_is_told_of_fixed_places():
     loop = Loop()
     loop.backward(0)

@@ -8,7 +8,9 @@ from torch.optim.swa_utils import AveragedModel
 
 import pc
 from helpers.toy import InGraph, Loop, require_near, require_pc, same, sgd, toy_batch, toy_loss, toy_model
-from pc import PCConfig, UserError, moved
+from pc import PCConfig, UserError, watch
+from pc.step import Arrival, checksums
+from pc.weight import Tensors
 
 
 class OwnList(torch.optim.SGD):
@@ -42,7 +44,7 @@ class LeavesOneOut(torch.optim.SGD):
                 p.sub_(p.grad, alpha=0.1)
 
 
-def train(loop, after=lambda loop: None, steps=moved.LOOKS):
+def train(loop, after=lambda loop: None, steps=watch.LOOKS):
     for step in range(steps):
         loop.step(step)
         after(loop)
@@ -120,7 +122,7 @@ class LeavesOutTheFirst(torch.optim.SGD):
 def scaled(loop):
     """Losses overflow: fused steps under a gradient scaler do nothing."""
     scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
-    for step in range(moved.LOOKS):
+    for step in range(watch.LOOKS):
         scaler.scale(toy_loss(loop.model, toy_batch(step).float())).backward()
         loop.model[0].attention["wq"].weight.grad.fill_(float("inf"))  # W's gradients are finite
         loop.pull_back()
@@ -138,7 +140,7 @@ def in_float32(make):
 
 
 def without_loss(loop):
-    for step in range(moved.LOOKS):
+    for step in range(watch.LOOKS):
         loop.backward(step, scale=0.0)
         loop.pull_back()
         loop.update()
@@ -163,7 +165,7 @@ RIGHT = {
 
 @pytest.mark.parametrize("right", RIGHT.values(), ids=RIGHT)
 def test_what_only_moves_little_is_not_found(right, monkeypatch):
-    monkeypatch.setattr(moved, "STUCK", 2)
+    monkeypatch.setattr(watch, "STUCK", 2)
     right()
 
 
@@ -178,29 +180,30 @@ def test_equal_values_are_no_move():
     loop.step(1)
 
 
+def numbers(*weights):
+    return checksums([Tensors(None, weight, None, None, None) for weight in weights])[1].tolist()
+
+
 @pytest.mark.parametrize("kind", [torch.float32, torch.float64])
-def test_prints_of_equal_rows_and_of_nothing(kind):
+def test_checksums_of_equal_rows_and_of_nothing(kind):
     equal_rows = torch.tensor([[1.0, 2.0, 4.0]], dtype=kind).repeat(4, 1)
-    one, doubled, nothing = moved.prints([equal_rows, 2 * equal_rows, equal_rows[:0]]).tolist()
-    assert 0 != one != doubled and nothing == 0
-    assert (
-        len({*moved.prints([torch.eye(5, dtype=kind) * (1 + i * torch.finfo(kind).eps) for i in range(9)]).tolist()})
-        == 9
-    )
+    assert len({*numbers(equal_rows, 2 * equal_rows, -equal_rows, equal_rows[:0])}) == 4
+    assert len({*numbers(*(torch.eye(5, dtype=kind) * (1 + i * torch.finfo(kind).eps) for i in range(9)))}) == 9
+
+
+def test_checksums_of_a_view():
+    """A matrix of a stack begins anywhere in its storage; a transposed weight is not contiguous."""
+    for stack in (torch.randn(3, 5, 7), torch.randn(3, 4, 6)):
+        for weight in (*stack, *stack.mT):
+            found, changed = numbers(weight, weight + 1e-6)
+            assert found != changed and numbers(weight.clone()) == [found]
 
 
 def test_an_arrival_is_read_when_it_is_there(monkeypatch):
     """Not before the device says so; a later one cannot overwrite it."""
 
-    class Number:
+    class OnDevice(torch.Tensor):
         device = torch.device("cuda")
-
-        def __init__(self, value):
-            self.value = value
-
-        def to(self, *_, non_blocking):
-            assert non_blocking
-            return self.value
 
     class Event:
         is_over = False
@@ -215,13 +218,14 @@ def test_an_arrival_is_read_when_it_is_there(monkeypatch):
             return Event.is_over
 
     monkeypatch.setattr(torch, "Event", Event)
-    monkeypatch.setattr(torch, "maximum", lambda a, b: max(a, b, key=lambda number: number.value))
-    arrival, seen = moved.Arrival(), []
-    for value in (1, 7, 1, 1):
-        arrival.add(Number(value))
-        Event.is_over = value == 1 and len(seen) > 1
-        seen.append(arrival.value())
-    assert seen == [0, 0, 1, 7]
+    arrival, seen = Arrival(), []
+    for index in (None, 7, None, None, None):
+        conditions = torch.zeros(9, dtype=torch.bool)
+        if index is not None:
+            conditions[index:] = True
+        Event.is_over = len(seen) > 1
+        seen.append(arrival.find(conditions.as_subclass(OnDevice)))
+    assert seen == [None, None, None, 7, None]
 
 
 # --- states that do not belong together
