@@ -62,9 +62,10 @@ def precondition(
     *optimizers: Optimizer | Iterable[Optimizer],
     process_group: dist.ProcessGroup | None = None,
 ) -> Preconditioner:
-    """Write PC(W) into the weights that `pc.attach` has marked, with W beside it (`pc.weight`); returns the preconditioner.
+    """Add W and gamma to the weights that `pc.attach` has marked, and write PC(W) into them (`pc.weight`).
 
-    A model that already has W, such as a copy or one from `torch.load`, keeps it.
+    From here on `weight` holds PC(W), and the optimizers train the parameters `weight_orig`, which is W, and
+    `weight_gamma` (paper, algorithm 3). A model that already has W, such as a copy or one from `torch.load`, keeps it.
 
     Args:
         models: the model, or under pipeline parallelism a list of its parts on this rank; after any sharding, with
@@ -72,6 +73,9 @@ def precondition(
         optimizers: all optimizers that train the model. The preconditioner follows them from now on (`follow`). Without
             optimizers, call `follow` later, or `write_pc` after each step.
         process_group: ranks that have equal weights and gradients, to share the work without DDP.
+
+    Returns:
+        The preconditioner: call its `pull_back` in each step.
 
     Raises:
         UserError: no weight is marked, or one is on the meta device, is below float32, is shared, or has a
@@ -145,6 +149,9 @@ def preserve(models: nn.Module | Iterable[nn.Module]) -> None:
     Runs one singular value decomposition per matrix, on its owner rank. Call it once the weights exist, after DDP or
     FSDP and before `pc.precondition`; or, if you load given weights after `pc.precondition`, before the first step.
 
+    Args:
+        models: the model, or under pipeline parallelism a list of its parts on this rank.
+
     Raises:
         UserError: no weight is marked, no W exists for this method or these settings, or weights are on the meta device.
     """
@@ -167,7 +174,14 @@ def preserve(models: nn.Module | Iterable[nn.Module]) -> None:
 
 
 def plain_state_dict(model: nn.Module) -> dict[str, Any]:
-    """The model's state dict with PC(W) under the names of a plain model, and without what PC has added."""
+    """The model's state dict with PC(W) under the names of a plain model, and without what PC has added.
+
+    Returns:
+        {name: tensor}, in the shapes and shards of the model; it shares memory with the model, as `state_dict()` does.
+
+    Raises:
+        UserError: there is no PC(W), or a weight was changed.
+    """
     _ensure_pc(model)
     added = {clean_name(name) for name in added_names(model)}  # a wrapper may leave its prefix out of the state
     return {key: value for key, value in model.state_dict().items() if clean_name(key) not in added}
@@ -187,7 +201,10 @@ def merge(model: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def detach(model: nn.Module) -> nn.Module:
-    """Undo `attach` and `pc.precondition`: plain layers that hold W, in place; returns the model."""
+    """Undo `attach` and `pc.precondition`: plain layers that hold W, in place; returns the model.
+
+    Optimizers get the plain parameters back. Without `pc.precondition` the weights stay as they are.
+    """
     for weight in _weights(model):
         if weight.orig is not None:
             local(weight.effective).copy_(local(weight.orig))

@@ -46,6 +46,8 @@ class PCLinear(nn.Linear):
     steps: call `refresh` before the first forward pass and after every step (paper, algorithm 3).
 
     Args:
+        in_features: m.
+        out_features: n.
         config: with one level.
         name: the layer's full name in the model, which seeds `u` and `v`.
         others: arguments of `nn.Linear`.

@@ -214,6 +214,7 @@ def conditioning(
     In a model with PC it measures PC(W). Peak memory is the largest weight in float64, and its Gram matrix.
 
     Args:
+        model: any module; with `load` it may be on the meta device.
         load: gives a parameter by its name; default: the model's own.
         layers: measure this many layers only.
         watch: yields the weights that it is given, and shows progress.

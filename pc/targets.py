@@ -230,7 +230,8 @@ def describe(model: nn.Module, config: PCConfig = PCConfig()) -> str:
     to give PC to unknown weights in numbered layers: patterns, and `PCConfig.splits`.
 
     Args:
-        model: before `attach`.
+        model: before `attach`; also on the meta device.
+        config: whose `blocks` and `splits` to try.
     """
     targets, others = find(model, config)
     lines = []

@@ -71,7 +71,7 @@ class Weight:
 
     @property
     def orig(self) -> Any:
-        """W, a parameter; None before `pc.precondition`."""
+        """W, a parameter in the shape and shards of `weight`; None before `pc.precondition`."""
         return self.module._parameters.get(self._keys["orig"])
 
     @property
@@ -88,10 +88,12 @@ class Weight:
 
     @property
     def u(self) -> Any:
+        """Left singular vectors, a buffer: [rows of all P matrices together], of a stack [E, ...]."""
         return self.module._buffers.get(self._keys["u"])
 
     @property
     def v(self) -> Any:
+        """Right singular vectors, a buffer: [P, m], or [m] for P = 1, of a stack [E, ...]."""
         return self.module._buffers.get(self._keys["v"])
 
     def tensors(self) -> Tensors:

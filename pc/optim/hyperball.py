@@ -3,9 +3,9 @@
     W <- R normalize(W - lr R normalize(U))        R: the Frobenius norm of W; U: the update of Adam or Muon
 
 So lr is the length of a step relative to the weight. There is no weight decay, because the norm is fixed.
-Vectors are refused. Give them, embeddings and head to another optimizer, as the recipe does. A weight that starts at
-zero is refused: it would stay there. The norm is that of a stored matrix, even if it holds q, k and v together.
-What it was checked against: docs/method.md.
+Give vectors, embeddings and head to another optimizer, as the recipe does. A weight that starts at zero raises an error: it
+would stay there. The norm is that of a stored matrix, even if it holds q, k and v together.
+Checked against the authors' article (docs/method.md).
 """
 
 import inspect
@@ -26,10 +26,6 @@ from pc.shards import is_stack, local, on_any_rank, sharded_dims
 class Hyperball(torch.optim.Optimizer):
     """A mixin, listed first among the bases, for an optimizer whose update of a weight does not depend on the weight,
     apart from its decay.
-
-    Raises:
-        ValueError: a parameter that is neither a matrix [n, m] nor a stack [E, n, m].
-        UserError: a parameter is not float32 or float64, or a matrix is zero at the first step that would move it.
     """
 
     takes_matrices_alone = True
@@ -93,11 +89,31 @@ class Hyperball(torch.optim.Optimizer):
 
 
 class AdamH(Hyperball, torch.optim.Adam):
-    """Options are those of `torch.optim.Adam`."""
+    """Adam on matrices of constant Frobenius norm (Hyperball, Wen et al., arXiv:2606.16899):
+
+        W <- R normalize(W - lr R normalize(U))        R: the norm of W; U: the update of Adam
+
+    Options are those of `torch.optim.Adam`; weight decay has no effect. `lr` is the length of a step relative to W.
+    Parameters are matrices [n, m] or stacks [E, n, m] of them, plain or sharded; another optimizer trains the rest.
+
+    Raises:
+        ValueError: a parameter that is neither a matrix nor a stack.
+        UserError: a parameter is not float32 or float64, or a matrix is zero at the first step that would move it.
+    """
 
 
 class MuonH(Hyperball, Muon):
-    """Options are those of `pc.Muon`."""
+    """Muon on matrices of constant Frobenius norm (Hyperball, Wen et al., arXiv:2606.16899):
+
+        W <- R normalize(W - lr R normalize(U))        R: the norm of W; U: the update of Muon
+
+    Options are those of `pc.Muon`; weight decay has no effect. `lr` is the length of a step relative to W.
+    Parameters are matrices [n, m] or stacks [E, n, m] of them, plain or sharded; another optimizer trains the rest.
+
+    Raises:
+        ValueError: a parameter that is neither a matrix nor a stack.
+        UserError: a parameter is not float32 or float64, or a matrix is zero at the first step that would move it.
+    """
 
 
 def matrix_norms(weights: Sequence[Tensor]) -> list[Tensor]:
