@@ -1,7 +1,7 @@
 """The watchman: when PC is computed, and what is refused because it would train the wrong thing in silence.
 
 `weight` is PC(W), so forward and backward passes are those of a plain model, for any number of micro-batches and any
-parallelism. What `weight`, its gradient and W are to each other is one attribute, a `State`, set in this file alone:
+parallelism. What `weight`, its gradient and W are to each other is one attribute, a `State`, which `Watch` alone sets:
 
     WRITTEN        `weight` is PC(W). Backward passes add up gradients of it.
     PULLED_BACK    They have become gradients of W and gamma. Optimizers may step, and `waiting` lists those that have yet to.
@@ -127,7 +127,8 @@ class Watch:
             (kind, written), (kind_now, now) = self._checksums, checksums(tensors.values())
             moved = self._found_moved.find(written != now) if kind == kind_now else None
             if moved is not None:
-                raise UserError(f"W of {[*tensors][moved % len(tensors)]} {guard.MOVED.format(self._stepped())}")
+                name = [*tensors][moved % len(tensors)]
+                raise UserError(f"W or gamma of {name} {guard.MOVED.format(self._stepped())}")
             self._keeps_gradients = not set_to_none
             used = {name: one for name, one in tensors.items() if one.effective.grad is not None}
             if len(used) < len(tensors):  # another parameter may have got the weight's place and gradient

@@ -54,6 +54,10 @@ def scale_in_data(loop):
     loop.preconditioner.weights["1.attention.wo"].orig.data.mul_(0.99)
 
 
+def scale_gamma_in_data(loop):
+    loop.preconditioner.weights["1.attention.wo"].gamma.data.mul_(0.99)
+
+
 def replace_data(loop):
     weight = loop.preconditioner.weights["1.attention.wo"].orig
     weight.data = weight.data * 0.99
@@ -84,12 +88,19 @@ WRONG = {
     "one left out": (lambda: train(without_gammas(LeavesOneOut)), "has not moved W of 0.feed_forward.w1 in 16 steps"),
     "moved after the step": (
         lambda: train(Loop(sgd), scale_in_data, 2),
-        "W of 1.attention.wo was changed after .* wrapper around SGD",
+        "W or gamma of 1.attention.wo was changed after .* wrapper around SGD",
     ),
-    "replaced after the step": (lambda: train(Loop(sgd), replace_data, 2), "W of 1.attention.wo was changed after"),
+    "a gamma": (
+        lambda: train(Loop(sgd), scale_gamma_in_data, 2),
+        "W or gamma of 1.attention.wo was changed after",
+    ),
+    "replaced after the step": (
+        lambda: train(Loop(sgd), replace_data, 2),
+        "W or gamma of 1.attention.wo was changed after",
+    ),
     "a fused step of another": (
         lambda: train(Loop(sgd), fused_without_write, 2),
-        "W of 1.attention.wo was changed after",
+        "W or gamma of 1.attention.wo was changed after",
     ),
 }
 
