@@ -1,14 +1,9 @@
-"""The trainer: exact resume, what a checkpoint holds, what is refused, going back, and stopping on a signal."""
+"""Whole runs: exact resume, what a checkpoint holds, going back, and stopping on a signal. The parts: unit/train."""
 
-import errno
 import json
 import os
-import re
 import shutil
 import signal
-import time
-from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -17,21 +12,25 @@ import torch.distributed.checkpoint as dcp
 from helpers import tiny
 from helpers.format_1 import make_format_1
 from helpers.ranks import run_ranks
-from pc.command import describe_end
-from pc.errors import UserError
 from pc_recipe.checkpoints.fingerprint import read_tokenizer
 from pc_recipe.checkpoints.folder import CheckpointFolder
 from pc_recipe.checkpoints.writer import ChecksummedWriter
 from pc_recipe.config import load_config
-from pc_recipe.data.tokenizing import tokenize
 from pc_recipe.files.run_log import read_log
 
 BASELINE = ["--pc.enable", "false"]
-MUON = ["--optimizer.name", "Muon"]
 # from `python scripts/polynomials.py --cutoff 0.5 --degree 3`
 OWN_MAP = ["--pc.level", "2.616097,-3.550208,2.730920,-0.796809"]
-HEADS = [*MUON, "--pc.blocks", "qk,v,o,ffn", "--pc.heads", "q,k,v", "--optimizer.muon_heads", "q,k,v"]
-MUON_H, ADAM_H = (["--optimizer.name", name] for name in ("MuonH", "AdamH"))
+HEADS = [
+    "--optimizer.name",
+    "Muon",
+    "--pc.blocks",
+    "qk,v,o,ffn",
+    "--pc.heads",
+    "q,k,v",
+    "--optimizer.muon_heads",
+    "q,k,v",
+]
 ASYNC = ["--checkpoint.async_mode", "async"]
 NOTHING_LEARNT = ["--training.steps", "1", "--optimizer.lr", "0.0", "--lr_scheduler.warmup_steps", "1"]
 
@@ -47,10 +46,6 @@ def _elsewhere(tmp_path, name):
 def _equal(one, other):
     assert one.keys() == other.keys()
     return all(torch.equal(one[name], other[name]) for name in one)
-
-
-def _steps(folder):
-    return sorted(path.name for path in folder.glob("checkpoint/*"))
 
 
 @pytest.fixture(scope="module")
@@ -81,8 +76,8 @@ def plain(tiny_shards, tmp_path_factory):
 
 @pytest.mark.parametrize(
     "ranks, overrides",
-    [(2, [*OWN_MAP, *ASYNC]), (2, HEADS), (1, MUON), (2, MUON_H), (2, ADAM_H)],
-    ids=["pc-own-map-async-2", "muon-heads-2", "muon", "muonh-2", "adamh-2"],
+    [(2, [*OWN_MAP, *ASYNC]), (2, HEADS)],
+    ids=["pc-own-map-async-2", "muon-heads-2"],
 )
 def test_resume_is_exact(tiny_config, ranks, overrides):
     config, folder = tiny_config
@@ -130,18 +125,6 @@ def test_a_run_that_an_older_version_began_goes_on_exactly(trained, copied, tiny
         _run(2, config, ["--data.path", str(tiny_shards)])
 
 
-def test_a_resumed_run_names_its_own_tokenizer(tiny_config, tiny_shards, tmp_path):
-    """Not that of the checkpoint that it continues from, which may name none if an older version wrote it."""
-    config, folder = tiny_config
-    _run(1, config, ["--training.steps", "3", "--checkpoint.last_save_model_only", "false"])
-    shutil.copytree(tiny_shards / "tokenizer", tmp_path / "moved")
-    text = tiny_shards.parent / "text.parquet"
-    again = tokenize(str(text), tmp_path / "again", tokenizer=str(tmp_path / "moved"), validation_fraction=0.2)
-    _run(1, config, ["--data.path", str(again.folder), "--checkpoint.last_save_model_only", "false"])
-    names = [read_tokenizer(CheckpointFolder(folder / "checkpoint" / f"step-{step}"))["name"] for step in (3, 6)]
-    assert names == [str(tiny_shards.parent / "tokenizer"), str(tmp_path / "moved")]
-
-
 def test_checkpoint_holds_a_plain_llama_and_w(trained):
     from torchtitan.models.llama3.model.model import Transformer
 
@@ -177,14 +160,6 @@ def test_the_size_of_a_checkpoint_is_the_estimate(trained):
     )
 
 
-def test_baseline_and_pc_start_from_the_same_w(tiny_config, tmp_path):
-    config, _ = tiny_config
-    with_pc = _run(2, config, NOTHING_LEARNT)
-    baseline = _run(1, config, [*NOTHING_LEARNT, *BASELINE, *_elsewhere(tmp_path, "baseline")])
-    for name, weight in baseline.items():
-        assert torch.equal(with_pc.get(f"{name}_orig", with_pc[name]), weight), name
-
-
 def test_plain_checkpoint_starts_a_pc_run(tiny_config, tmp_path, plain):
     config, name = tiny_config[0], "layers.0.attention.wo"
     start, trained = plain
@@ -198,66 +173,6 @@ def test_plain_checkpoint_starts_a_pc_run(tiny_config, tmp_path, plain):
     assert torch.equal(raw[f"{name}.weight_orig"], given) and not torch.equal(raw[f"{name}.weight"], given)
 
 
-def test_a_torn_first_checkpoint_does_not_hide_the_start(tiny_config, plain):
-    config, folder = tiny_config
-    (folder / "checkpoint" / "step-1").mkdir(parents=True)  # as after a kill during the first save
-    assert _equal(_run(1, config, [*plain[0], *BASELINE, *NOTHING_LEARNT]), plain[1])
-    assert (folder / "checkpoint" / "step-1.damaged").is_dir()
-
-
-def test_initial_weights_of_another_model_are_refused(tiny_config, plain):
-    config, _ = tiny_config
-    ((message, _),) = run_ranks(1, _starts, config, [[*plain[0], *BASELINE, "--model.n_layers", "1"]])[0]
-    assert "model.n_layers is 2 in" in message
-
-
-def _starts(rank, config, cases):
-    """For each case the error that refuses the start ("" if none), and the steps that were recorded."""
-    said = []
-    for overrides in cases:
-        trainer, recorded, message = tiny.make_trainer(config, overrides), [], ""
-        try:
-            trainer.train(recorded.append)
-        except UserError as error:
-            message = str(error)
-        trainer.close()
-        said.append((message, recorded))
-    return said
-
-
-REFUSED = {
-    "pc.enable is True in the checkpoint, False in the config": BASELINE,
-    "pc.level is 4 in the checkpoint, [2.616097, -3.550208": OWN_MAP,
-    "optimizer is adamw in the checkpoint, adamw and muon in the config": MUON,
-    "model.n_layers is 2 in the checkpoint, 1 in the config": ["--model.n_layers", "1"],
-    "model.rope_theta is 10000.0 in the checkpoint, 500": ["--model.rope_theta", "500"],
-    "data.seed": ["--data.seed", "5"],
-    "training.steps = 5 is below step 6": ["--training.steps", "5"],
-}
-
-
-def test_a_refused_start_touches_nothing(copied):
-    """The same method in other words is accepted."""
-    config, folder = copied
-    before = (folder / "status.json").read_text()
-    found = run_ranks(1, _starts, config, [["--training.steps", "8", *words] for words in REFUSED.values()])[0]
-    for (message, recorded), expected in zip(found, REFUSED, strict=True):
-        assert expected in message and not recorded
-    assert (folder / "status.json").read_text() == before and _steps(folder) == ["step-3", "step-6"]
-    level_4 = ["--pc.blocks", "ffn,o", "--pc.level", "3.625,-9.261,14.097,-10.351,2.890"]
-    # exclude_from_loading applies to a new run from another's checkpoint, not to a resume
-    excluded = ["--checkpoint.exclude_from_loading", "train_state"]
-    assert run_ranks(1, _starts, config, [[*level_4, *excluded, "--training.steps", "7"]])[0] == [("", [6])]
-
-
-def test_a_new_run_from_all_of_another_is_recorded_as_new(copied, tmp_path):
-    """It begins at the other run's step, but its own folder holds no run, so all of its settings apply."""
-    config, folder = copied
-    start = ["--checkpoint.initial_load_path", str(folder / "checkpoint" / "step-3")]
-    words = [*start, "--checkpoint.initial_load_model_only", "false", *_elsewhere(tmp_path, "new")]
-    assert run_ranks(1, _starts, config, [words, ["--training.steps", "7", *words]])[0] == [("", [0]), ("", [6])]
-
-
 def test_an_abandoned_branch_is_not_taken_up_again(copied):
     """To go back, move newer checkpoints away: the run continues from the newest that is left, here with other data."""
     config, folder = copied
@@ -269,131 +184,6 @@ def test_an_abandoned_branch_is_not_taken_up_again(copied):
     assert [line["step"] for line in log if "loss" in line] == [1, 2, 3, 4, 5, 6]  # once each
     branch = tiny.metrics(folder)
     assert branch[:3] == straight[:3] and branch[3] != pytest.approx(straight[3], rel=1e-6)
-
-
-def test_a_resume_uses_the_settings_of_its_config(copied):
-    """unit/train/test_optimizers.py tests more settings of optimizers."""
-    config, folder = copied
-    rates = tiny.metrics(folder, "lr")
-    shutil.rmtree(folder / "checkpoint" / "step-6")
-    changed = ["--optimizer.lr", "1e-3", "--training.global_batch_size", "24"]
-    _run(1, config, [*changed, "--diagnostics.freq", "1", "--metrics.log_freq", "2"])
-    assert tiny.metrics(folder, "lr")[-1] == pytest.approx(rates[-1] / 10)
-    lines = read_log(folder).lines
-    tokens = {1: 192, 2: 384, 3: 576, 4: 960, 5: 1344, 6: 1728}  # 12 sequences of 16 tokens, then 24
-    assert len(lines) > 8 and all(line["tokens"] == tokens[line["step"]] for line in lines)
-
-
-def _train_and_say(rank, config, overrides):
-    from pc_recipe.train import trainer
-
-    with mock.patch.object(trainer.logger, "warning") as warning:
-        made = tiny.make_trainer(config, overrides)
-        made.train()
-        made.close()
-    tiny.write_resolved(made.config, Path(made.config.job.dump_folder) / "config.toml")
-    return next(call[0][0] for call in warning.call_args_list if "continues with" in call[0][0])
-
-
-def test_a_longer_run_says_how_its_learning_rate_continues(copied):
-    config, folder = copied
-    before = tiny.metrics(folder, "lr")
-    kept = ["--training.steps", "7", "--lr_scheduler.total_steps", "6"]
-    (said,) = run_ranks(1, _train_and_say, config, kept)
-    assert tiny.metrics(folder, "lr") == pytest.approx([*before, before[-1]])  # the schedule is kept, and has ended
-    assert said.startswith(
-        "continues with lr_scheduler.total_steps None -> 6, training.steps 6 -> 7: the rate goes from "
-    )
-    changes = [
-        "--training.steps",
-        "12",
-        "--optimizer.lr",
-        "2e-2",
-        "--data.validation_sequences",
-        "1",
-        "--debug.seed",
-        "9",
-    ]
-    (said,) = run_ranks(1, _train_and_say, config, changes)
-    assert "optimizer.lr 0.01 -> 0.02" in said and "training.steps 7 -> 12" in said
-    assert "data.validation_sequences" in said and "debug.seed" not in said  # which has no effect, as another line says
-    rates = re.search(r"goes from (.*) to (.*) \(--lr_scheduler.total_steps 6 keeps", said)
-    assert [float(rate) for rate in rates.groups()] == pytest.approx(
-        [before[-1], tiny.metrics(folder, "lr")[7]], rel=1e-2
-    )
-
-
-def test_a_batch_that_changes_with_the_number_of_ranks_is_reported(copied):
-    """With training.global_batch_size = -1 it is a micro-batch of 2 sequences per rank."""
-    config, folder = copied
-    earlier = (folder / "config.toml").read_text()
-    (folder / "config.toml").write_text(earlier.replace("global_batch_size = 12", "global_batch_size = -1"))
-    (folder / "environment.json").write_text(json.dumps({"world_size": 3}))
-    (said,) = run_ranks(1, _train_and_say, config, ["--training.global_batch_size", "-1", "--training.steps", "7"])
-    assert "training.global_batch_size 6 -> 2" in said
-
-
-def test_no_second_run_in_a_folder(copied, tiny_config):
-    """A run without checkpoints begins at step 1 again; it may be repeated only with the same settings."""
-    config, folder = copied
-    names = [path.name for path in folder.rglob("*")]
-    without = ["--checkpoint.enable", "false"]
-    ((message, recorded),) = run_ranks(1, _starts, config, [without])[0]
-    assert f"{folder} holds another run, which checkpoint.enable = false does not continue" in message and not recorded
-    assert [path.name for path in folder.rglob("*")] == names
-    words = [*without, "--training.steps", "2", *_elsewhere(folder, "own")]
-    _run(1, config, words)
-    (_, again), (message, _) = run_ranks(1, _starts, config, [words, [*words, "--data.seed", "5"]])[0]
-    assert again == [0] and "holds another run" in message
-
-
-def _train_on_a_disk_that_fails(rank, config, overrides):
-    """Rank 1's disk fails in step 4, whose data have been read ahead."""
-    import numpy as np
-
-    from pc_recipe.files import look
-
-    look.PAUSES = (0.0, 0.0)
-
-    class Trainer(tiny.trainer_class()):
-        def train_step(self, data):
-            if self.step == 4 and rank == 1:
-                np.fromfile = mock.Mock(side_effect=OSError(errno.EIO, "made by the test"))
-            super().train_step(data)
-
-    trainer = Trainer(load_config(config, overrides))
-    tiny.write_resolved(trainer.config, Path(trainer.config.job.dump_folder) / "config.toml")
-    try:
-        trainer.train()
-    except UserError as error:
-        return f"{describe_end(error)[0]}: {error}"
-
-
-def test_unreadable_data_end_a_run_with_a_checkpoint(trained, tmp_path):
-    config, folder, state = trained
-    there = _elsewhere(tmp_path, "failing")
-    for said in run_ranks(2, _train_on_a_disk_that_fails, config, there):
-        assert re.fullmatch(r"failed: .*tokens.npy: could not be read \(made by the test\); nothing was changed", said)
-    assert _steps(tmp_path / "failing") == ["step-3", "step-4"]
-    assert _equal(_run(2, config, there), state) and tiny.metrics(tmp_path / "failing") == tiny.metrics(folder)
-
-
-def _train_where_all_else_is_slow(rank, config, overrides):
-    """Loading takes two seconds; validation and checkpoint after a step take half a second each."""
-    trainer = tiny.make_trainer(config, overrides)
-    save = trainer.checkpointer.save
-    trainer.checkpointer.save = lambda *args, **more: (time.sleep(0.5), save(*args, **more))
-    trainer.validator.is_due, trainer.validator.validate = lambda step: True, lambda trainer: time.sleep(0.5)
-    trainer.train(lambda step: time.sleep(2.0))
-    trainer.close()
-
-
-def test_step_times_exclude_loading_validation_and_checkpoints(tiny_config):
-    config, folder = tiny_config
-    run_ranks(1, _train_where_all_else_is_slow, config, ["--training.steps=4", "--checkpoint.interval=1"])
-    seconds = tiny.metrics(folder, "step_seconds")
-    assert len(seconds) == 4 and min(seconds) > 0
-    assert seconds[0] < 2.0 and max(seconds[1:]) < 0.5  # without the pauses, tenths and hundredths of a second
 
 
 def _train_with_signal(rank, config, overrides):
