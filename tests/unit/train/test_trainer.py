@@ -142,7 +142,7 @@ def test_outputs_are_measured_unless_a_pipeline_finds_its_shapes(pipeline, has_s
     ]
 
 
-def _run_micro_batches(monkeypatch, micro_batches: int, pipeline: bool = False, **attributes):
+def _run_micro_batches(monkeypatch, micro_batches: int, pipeline=False, wrap=lambda loss: loss, **attributes):
     """(loss, trainer, passes, preparations by the number of passes before): micro-batches of 8 sequences over all ranks, the
     first at position 12, after 64 tokens of this rank; the losses are 1, 2, ..."""
     made, passes, prepared = _made(gradient_accumulation_steps=micro_batches, **attributes), [], []
@@ -156,7 +156,7 @@ def _run_micro_batches(monkeypatch, micro_batches: int, pipeline: bool = False, 
 
     def forward_backward(**given):
         passes.append(given)
-        return torch.tensor(float(len(passes)), requires_grad=True)
+        return wrap(torch.tensor(float(len(passes)), requires_grad=True))
 
     made.forward_backward_step = forward_backward
     monkeypatch.setattr(module.fsdp_sync, "prepare_micro_batch", lambda *given: prepared.append((len(passes), *given)))
@@ -196,9 +196,8 @@ def test_batches_and_a_missing_loss_are_on_the_device(monkeypatch):
 def test_a_sharded_loss_becomes_whole(monkeypatch, one_process):
     """Tensor parallelism keeps the loss as a DTensor."""
     mesh = init_device_mesh("cpu", (1,))
-    monkeypatch.setattr(torch, "stack", lambda tensors: DTensor.from_local(torch.ones(2), mesh, [Replicate()]))
-    loss, *_ = _run_micro_batches(monkeypatch, 2)
-    assert type(loss) is torch.Tensor and loss == 2
+    loss, *_ = _run_micro_batches(monkeypatch, 2, wrap=lambda loss: DTensor.from_local(loss, mesh, [Replicate()]))
+    assert type(loss) is torch.Tensor and loss == 1 + 2
 
 
 @pytest.mark.parametrize("pipeline, expected", [(True, 1.0), (False, TOKENS)])
