@@ -30,7 +30,7 @@ root_doc = "README"
 include_patterns = [f"{page}.md" for pages in ORDER.values() for page in [*pages, "README"]]
 exclude_patterns = [".*", "build", "data", "outputs"]  # folders that need not be searched
 html_theme = "furo"
-html_copy_source = False
+html_copy_source = html_show_copyright = False
 myst_heading_anchors = 4
 default_role = "py:obj"
 autodoc_member_order = "bysource"

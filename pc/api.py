@@ -37,12 +37,10 @@ def attach(model: nn.Module, config: PCConfig = PCConfig(), **settings: Any) -> 
         settings: none: a keyword raises an error that says how to give it as a `PCConfig`.
 
     Raises:
-        UserError: in these cases, and the model is then as before:
-
-            - The model has PC already, or is wrapped in DDP or FSDP.
-            - An entry of `blocks` matches no weight, or two match the same one.
-            - It is not known how a matched weight, or one beside it, is split into matrices (`PCConfig.splits`).
-            - A matched weight is computed from others, by torch's parametrize or prune.
+        UserError: the model has PC already, or is wrapped in DDP or FSDP; an entry of `blocks` matches no weight, or two
+            match the same one; it is not known how a matched weight, or another of its module, is split into matrices
+            (`PCConfig.splits`); a matched weight is computed from others, by torch's parametrize or prune. The model is then
+            as before.
     """
     if settings:
         given = ", ".join(f"{name}={value!r}" for name, value in settings.items())
