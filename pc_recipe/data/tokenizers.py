@@ -107,6 +107,30 @@ class Tokenizer:
         """Its vocabulary."""
         return list(self._model.get_vocab(with_added_tokens=True))
 
+    @property
+    def text_bytes(self) -> np.ndarray | None:
+        """Bytes of UTF-8 that each id stands for [vocab_size], so that their sum over documents is the size of the text; None
+        if the file does not say so. EOS takes back the space that some tokenizers put before a document."""
+        decoder = json.dumps(json.loads(self.content)["decoder"], ensure_ascii=False)
+        is_byte_level, has_byte_fallback = '"ByteLevel"' in decoder, self.has_byte_fallback
+        if not is_byte_level and "▁" not in decoder:
+            return None
+        added = {index: entry.content for index, entry in self._model.get_added_tokens_decoder().items()}
+        sizes = np.zeros(self.vocab_size, np.int64)
+        for entry, index in self._model.get_vocab(with_added_tokens=True).items():
+            if index in added:
+                sizes[index] = len(entry.encode())
+            elif is_byte_level:
+                sizes[index] = len(entry)  # a character for each byte
+            elif has_byte_fallback and re.fullmatch("<0x[0-9A-F]{2}>", entry):
+                sizes[index] = 1
+            else:
+                sizes[index] = len(entry.replace("▁", " ").encode())
+        if self.bos_id is not None:
+            sizes[self.bos_id] = 0
+        sizes[self.eos_id] = -self._begins_with_space
+        return sizes
+
     def documents(self, texts: Sequence[str], encode: Callable[[Sequence[str]], Sequence] | None = None) -> np.ndarray:
         """Tokens of all texts, each between BOS and EOS [total].
 
@@ -174,14 +198,19 @@ class Tokenizer:
     def _settings(self, max_length: int | None) -> dict[str, Any]:
         eos = self._converted.eos
         names = {"bos_token": self._converted.bos, "eos_token": eos, "pad_token": eos}  # tools need one for padding
-        letter = "".join(self._model.encode("a", add_special_tokens=False).tokens)
         settings = {
             "clean_up_tokenization_spaces": False,
             "model_max_length": max_length,
             # a fact that transformers 4 and llama.cpp take from here
-            "add_prefix_space": letter.startswith(("▁", "Ġ")),
+            "add_prefix_space": self._begins_with_space,
         }
         return {key: value for key, value in (names | settings).items() if value is not None}
+
+    @property
+    def _begins_with_space(self) -> bool:
+        """Whether it puts a space before each text."""
+        letter = "".join(self._model.encode("a", add_special_tokens=False).tokens)
+        return letter.startswith(("▁", "Ġ"))
 
 
 def smallest_dtype(vocab_size: int) -> Literal["uint16", "uint32"]:

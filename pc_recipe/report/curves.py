@@ -11,13 +11,20 @@ import pandas as pd
 from pc.errors import UserError
 from pc_recipe.config import read_config
 from pc_recipe.files.run_folder import read_environment, read_parts, read_state
-from pc_recipe.files.run_log import VALIDATION, RunLog
+from pc_recipe.files.run_log import BITS_PER_BYTE, VALIDATION, RunLog
 from pc_recipe.pages.plots import label_tokens, short_tokens
 from pc_recipe.report import settings
 
 FINISHED = "finished", "waiting"
 """States of a run that has all its steps, as far as is known: a "waiting" run has no status.json."""
 _REMEDY = "turn validation on with [validation] enable = true and a freq below the number of steps"
+
+
+def unit(runs: Sequence[RunLog]) -> tuple[str, str]:
+    """The logged metric by which runs are compared, and its unit: bits per byte, if all have logged them."""
+    if all(BITS_PER_BYTE in run.keys() for run in runs):
+        return BITS_PER_BYTE, "bits per byte"
+    return VALIDATION, "nats per token"
 
 
 def tokens_to_reach(curve: pd.Series, loss: float) -> float:
@@ -52,15 +59,16 @@ def speedup(reference: pd.Series, curve: pd.Series) -> float:
 def compare(runs: Sequence[RunLog]) -> pd.DataFrame:
     """Compare every run with the first.
 
-    `difference` is the final loss minus the reference's, so negative is better; `reached_at_tokens` is where the run
-    reaches the reference's final loss, NaN if it never does; `speedup` as by `speedup`. `apart` says why these are not known;
-    "" if they are.
+    `difference` is the final loss minus the reference's, both in `unit`, so negative is better; `reached_at_tokens` is where
+    the run reaches the reference's final loss, NaN if it never does; `speedup` as by `speedup`. `apart` says why these are not
+    known; "" if they are.
     """
-    curves = [run.series(VALIDATION, "tokens", _REMEDY) for run in runs]
+    curves = [run.series(unit(runs)[0], "tokens", _REMEDY) for run in runs]
     final = curves[0].iloc[-1]
     rows = []
     for run, curve in zip(runs, curves, strict=True):
-        row = {"name": run.name, "steps": run.series(VALIDATION).index[-1], "tokens": curve.index[-1]}
+        validated = run.series(VALIDATION)
+        row = {"name": run.name, "steps": validated.index[-1], "tokens": curve.index[-1], "nats": validated.iloc[-1]}
         row |= {"final_loss": curve.iloc[-1], "difference": curve.iloc[-1] - final}
         row |= {"reached_at_tokens": tokens_to_reach(curve, final), "speedup": speedup(curves[0], curve)}
         row["apart"] = "" if run is runs[0] else _why_apart(runs[0], run)
@@ -115,12 +123,13 @@ def _differ(key: str, first: list[dict], other: list[dict]) -> bool:
 
 def draw_validation(axes: Any, runs: Sequence[RunLog], rows: pd.DataFrame) -> None:
     """Validation loss against tokens; a mark shows where another run reaches the reference's final loss."""
-    _draw(axes, runs, [run.series(VALIDATION, "tokens") for run in runs], marker=".", markersize=3)
+    key, words = unit(runs)
+    _draw(axes, runs, [run.series(key, "tokens") for run in runs], marker=".", markersize=3)
     for i in range(1, len(runs)):
         axes.plot(rows.reached_at_tokens[i], rows.final_loss[0], "o", color=f"C{i}", markerfacecolor="white", zorder=3)
     axes.axhline(rows.final_loss[0], color="C0", linestyle=":", linewidth=1)
     label_tokens(axes)
-    axes.set_ylabel("validation loss (nats per token)")
+    axes.set_ylabel(f"validation loss ({words})")
 
 
 def draw_training(axes: Any, runs: Sequence[RunLog], by_time: bool = False) -> None:
@@ -137,9 +146,10 @@ def draw_training(axes: Any, runs: Sequence[RunLog], by_time: bool = False) -> N
 
 def draw_validation_over_time(axes: Any, runs: Sequence[RunLog]) -> None:
     """Validation loss against the hours of the training steps."""
-    _draw(axes, runs, [_by_hours(run, VALIDATION) for run in runs], marker=".", markersize=3)
+    key, words = unit(runs)
+    _draw(axes, runs, [_by_hours(run, key) for run in runs], marker=".", markersize=3)
     axes.set_xlabel(_label_of_hours(runs))
-    axes.set_ylabel("validation loss (nats per token)")
+    axes.set_ylabel(f"validation loss ({words})")
 
 
 def _draw(axes: Any, runs: Sequence[RunLog], curves: Sequence[pd.Series], **style: Any) -> None:

@@ -24,12 +24,13 @@ from pc_recipe.evaluate.generate import continue_text
 from pc_recipe.evaluate.hugging_face import load_checkpoint
 from pc_recipe.files.atomic import write_atomically
 from pc_recipe.files.run_folder import find_newest_checkpoint, read_environment, read_state
-from pc_recipe.files.run_log import VALIDATION, RunLog, read_logs, unique_names
+from pc_recipe.files.run_log import RunLog, read_logs, unique_names
 from pc_recipe.pages.plots import legend_below, save, short_tokens, subplots
 from pc_recipe.report import curves, diagnostics, settings
 from pc_recipe.runs.sweep import points
 
-PROMPT = "The river"
+PROMPT, TOKENS, CHARACTERS = "The river", 120, 300
+"""What a model continues, by so many tokens at most, of which so many characters are shown, as they are."""
 BLOCK = "up"
 """Singular values are drawn for this block of the middle layer. It was chosen before any were seen."""
 _CONDITION = "spectra/gmcn/pc"
@@ -86,7 +87,8 @@ def write(paths: Sequence[Path], output: Path, sweeps: Sequence[Path] = ()) -> s
     rows = curves.compare(logs)
     runs = [_show(log) for log in logs]
     differ = settings.differences(logs)
-    verdicts = [_verdict(rows, i) for i in range(1, len(runs))]
+    key, unit = curves.unit(logs)
+    verdicts = [_verdict(rows, i, unit) for i in range(1, len(runs))]
     title = verdicts[0] if verdicts else f"{runs[0].name}: {runs[0].headline}"
     parts = [
         f"<h1>{escape(title)}</h1>",
@@ -105,7 +107,7 @@ def write(paths: Sequence[Path], output: Path, sweeps: Sequence[Path] = ()) -> s
     ]
     write_atomically(output, html.document(title, parts))
     _draw_picture(title, runs, rows, output.with_suffix(""))
-    lines = [f"{run.described}. {_figures(run)}" for run in runs]
+    lines = [f"{run.described}. {_figures(run, key, unit)}" for run in runs]
     texts = ", ".join(f"{run.name}: {shorten(run.text, 60)}" for run in runs)
     keys = ", ".join(dict.fromkeys(line.partition(":")[0] for line in differ)) or "no setting"
     last = f"They differ in {keys}. " * (len(runs) > 1) + f"One seed each: {output} says what that does not show."
@@ -123,14 +125,15 @@ def _show(log: RunLog) -> _Shown:
         sigma = singular_values(run.weights[f"layers.{layer}.{BLOCK_SUFFIXES[BLOCK][0]}.weight"]).flip(-1)
         try:
             model, tokenizer = load_checkpoint(run)
-            text = continue_text(model, tokenizer.to_transformers(run.model_args.max_seq_len), PROMPT, 40)
+            text = continue_text(model, tokenizer.to_transformers(run.model_args.max_seq_len), PROMPT, TOKENS)
+            text = text[:CHARACTERS]
         except UserError as error:  # the tokenizer is gone; all else can be shown
             text = str(error)
     name = headline(config) if config else "its configuration is not known"
     return _Shown(log.name, name, settings.blocks(config), log, read_state(folder).state, sigma, text)
 
 
-def _verdict(rows: pd.DataFrame, i: int) -> str:
+def _verdict(rows: pd.DataFrame, i: int, unit: str) -> str:
     """How a run ends against the first: the sentence is made from the numbers."""
     row, reference = rows.iloc[i], rows.iloc[0]
     if row.apart:
@@ -138,7 +141,7 @@ def _verdict(rows: pd.DataFrame, i: int) -> str:
     if not math.isfinite(row.difference):
         return f"{row['name']} cannot be compared with {reference['name']}: a final loss is not finite"
     side = "below" if row.difference < 0 else "above"
-    sentence = f"{row['name']} ends {abs(row.difference):.3f} nats per token {side} {reference['name']}"
+    sentence = f"{row['name']} ends {abs(row.difference):.3f} {unit} {side} {reference['name']}"
     if row.speedup > 1:
         reached = f"{short_tokens(row.reached_at_tokens)} of {short_tokens(reference.reached_at_tokens)} tokens"
         return f"{sentence}, whose final loss it reaches after {reached} ({1 - 1 / row.speedup:.0%} saved)"
@@ -147,9 +150,9 @@ def _verdict(rows: pd.DataFrame, i: int) -> str:
     return sentence if row.difference < 0 else f"{sentence}: it saves no tokens here"
 
 
-def _figures(run: _Shown) -> str:
+def _figures(run: _Shown, key: str, unit: str) -> str:
     condition = run.last(_CONDITION)
-    found = [f"Validation loss {run.last(VALIDATION):.3f}"]
+    found = [f"Validation loss {run.last(key):.3f} {unit}"]
     found += [f"condition number {condition:.1f}"] if math.isfinite(condition) else []
     found += [f"{_duration(run.seconds)} of steps"] if run.seconds else []
     return ", ".join(found)
@@ -184,14 +187,15 @@ def _draw_picture(title: str, runs: Sequence[_Shown], rows: pd.DataFrame, path: 
 
 def _losses(logs: Sequence[RunLog], rows: pd.DataFrame) -> list[str]:
     header = ["run", "steps", "tokens", "final validation loss", "difference", "reaches the first one's loss after"]
-    table = []
+    table, (_, unit) = [], curves.unit(logs)
     for row in rows.itertuples():
-        losses = [f"{row.final_loss:.4f}", "-" if math.isnan(row.difference) else f"{row.difference:+.4f}"]
+        final = f"{row.final_loss:.4f}" + (f" ({row.nats:.4f} nats per token)" if unit != "nats per token" else "")
+        losses = [final, "-" if math.isnan(row.difference) else f"{row.difference:+.4f}"]
         faster = "-" if math.isnan(row.speedup) else f"{row.speedup:.2f}x"
         table.append([row.name, f"{row.steps:,}", short_tokens(row.tokens), *losses, curves.reached(row), faster])
     note = (
-        "Difference and speedup are against the first run. Between two validations the loss is interpolated. A speedup below "
-        "1 means that the first needs fewer tokens."
+        f"Losses are in {unit}. Difference and speedup are against the first run. Between two validations the "
+        "loss is interpolated. A speedup below 1 means that the first needs fewer tokens."
     )
     if rows.tokens.nunique() > 1:
         note += (
@@ -263,17 +267,20 @@ def _text(runs: Sequence[_Shown]) -> list[str]:
 
 
 def _cost(runs: Sequence[_Shown]) -> list[str]:
-    header = ["run", "seconds a step, median", "all steps", "memory (GiB)", "machine"]
+    header = ["run", "seconds a step, median", "of them PC", "all steps", "memory (GiB)", "machine"]
     rows = []
     for run in runs:
-        seconds, memory = run.log.series("step_seconds"), run.last("memory_active_gib_of_all_ranks")
+        seconds, of_pc = run.log.series("step_seconds"), run.log.series("pc_seconds")
+        memory = run.last("memory_active_gib_of_all_ranks")
         machine = read_environment(run.log.file.parent)
         where = machine.get("gpus") or [f"{machine.get('cpu_cores', 'unknown number of')} CPU cores"]
         step = f"{seconds.median():.3g}" if len(seconds) else "-"
-        rows.append([run.name, step, _duration(run.seconds), f"{memory:.2f}", ", ".join(map(str, where))])
+        share = f"{of_pc.median():.3g} ({(of_pc / seconds).median():.1%})" if len(of_pc) else "-"
+        rows.append([run.name, step, share, _duration(run.seconds), f"{memory:.2f}", ", ".join(map(str, where))])
     return [
         "<h2>What it cost</h2>", html.table(header, rows),
-        "<p class=faint>PC's share falls with more tokens per step: PC is computed once per step, however many there are.</p>",
+        "<p class=faint>Of PC: its two passes, measured within the run. Their share falls with more tokens per step: PC is computed "
+        "once per step, however many there are.</p>",
     ]  # fmt: skip
 
 

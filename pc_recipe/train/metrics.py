@@ -22,7 +22,7 @@ from torchtitan.tools.logging import logger
 
 from pc_recipe.config.rank_batches import RankBatches
 from pc_recipe.files import json_lines, look
-from pc_recipe.files.run_log import METRICS_FILE, VALIDATION, describe_seconds, read_log
+from pc_recipe.files.run_log import BITS_PER_BYTE, METRICS_FILE, VALIDATION, describe_seconds, read_log
 from pc_recipe.train import slow_ranks
 from pc_recipe.train.loss_spikes import LossSpikes
 from pc_recipe.train.progress import Progress
@@ -80,8 +80,9 @@ class JsonLinesLogger(BaseLogger):
 class PCMetricsProcessor(MetricsProcessor):
     """TorchTitan's metrics processor plus `metrics.jsonl`, loss spikes, diagnostics and the time left."""
 
-    NUMBERS = ["peak_memory", "loading_seconds", "output_seconds"]
-    """What every rank measures: memory in GiB, and seconds that no exchange hides (`pc_recipe.train.slow_ranks`)."""
+    NUMBERS = ["peak_memory", "loading_seconds", "output_seconds", "pc_seconds"]
+    """What every rank measures: memory in GiB, seconds that no exchange hides (`pc_recipe.train.slow_ranks`), and those of
+    PC's two passes."""
 
     def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims) -> None:
         super().__init__(job_config, parallel_dims)
@@ -96,6 +97,8 @@ class PCMetricsProcessor(MetricsProcessor):
         self._slow_ranks_sought_at: float | None = None
         self._own_seconds: Any = 0.0  # [ranks, 2]: loading data, output layer; since the last search for slow ranks
         self._paused_at = self.time_last_log
+        self._steps = 0
+        """since the last log, which a validation does not end"""
         self._rank = rank = dist.get_rank() if dist.is_initialized() else 0
         self.progress = Progress(config, prints=rank == 0)
         if self.gpu_peak_flops == A100_FLOPS and "A100" not in self.device_memory_monitor.device_name:
@@ -143,25 +146,31 @@ class PCMetricsProcessor(MetricsProcessor):
         self._paused_at = time.perf_counter()
 
     def resume(self) -> None:
+        """At the beginning of a step."""
+        self._steps += 1
         # `log_validation` has begun a new interval if it ran in between
         self.time_last_log += time.perf_counter() - max(self._paused_at, self.time_last_log)
 
-    def own_numbers(self, output_seconds: float) -> list[float]:
+    def own_numbers(self, output_seconds: float, pc_seconds: float) -> list[float]:
         """`NUMBERS` of this rank since the last log. Call it before `log`, which begins the next interval.
 
         Args:
             output_seconds: of `slow_ranks.OutputTimes`.
+            pc_seconds: of `Optimizers.pc_times`.
         """
         return [
             self.device_memory_monitor.get_peak_stats().max_active_gib,
             sum(self.data_loading_times),
             output_seconds,
+            pc_seconds,
         ]
 
     def add_numbers(self, of_ranks: Tensor) -> dict[str, float]:
-        """Note `own_numbers` of all ranks [ranks, 3] for `slow_ranks`; returns what is logged of them."""
-        self._own_seconds = self._own_seconds + of_ranks[:, 1:]
-        return {"memory_active_gib_of_all_ranks": of_ranks[:, 0].max().item()}
+        """Note `own_numbers` of all ranks [ranks, 4] for `slow_ranks`; returns what is logged of them."""
+        self._own_seconds = self._own_seconds + of_ranks[:, 1:3]
+        memory, _, _, pc_seconds = of_ranks.amax(0).tolist()
+        steps, self._steps = self._steps, 0
+        return {"memory_active_gib_of_all_ranks": memory} | ({"pc_seconds": pc_seconds / steps} if pc_seconds else {})
 
     def _describe(self, step: int, loss: float, grad_norm: float, more: dict[str, Any]) -> str:
         """The line of a step, at most 100 columns with date and time; metrics.jsonl has more, and more digits."""
@@ -175,10 +184,12 @@ class PCMetricsProcessor(MetricsProcessor):
 
     def log_validation(self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None) -> None:
         """TorchTitan's, and a line on the console."""
-        super().log_validation(loss, step, extra_metrics)
-        seconds = (extra_metrics or {}).get("validation_seconds", 0.0)
+        more = extra_metrics or {}
+        super().log_validation(loss, step, more)
+        seconds = more.get("validation_seconds", 0.0)
         self.progress.add_validation(seconds)
-        logger.info(f"{self.progress.describe(step)}  validation_loss {loss:.4f}  in {seconds:.1f} s")
+        bits = f"  {more[BITS_PER_BYTE]:.4f} bits per byte" if BITS_PER_BYTE in more else ""
+        logger.info(f"{self.progress.describe(step)}  validation_loss {loss:.4f}{bits}  in {seconds:.1f} s")
 
     def close(self) -> None:
         self.progress.close()

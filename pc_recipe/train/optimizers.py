@@ -23,6 +23,7 @@ from pc.targets import clean_name
 from pc.weight import named_weights
 from pc_recipe.config.optimizers import KINDS, OptimizerSection
 from pc_recipe.config.sections import block_factor
+from pc_recipe.train.spans import Spans
 
 
 def is_hidden_matrix(name: str) -> bool:
@@ -57,8 +58,14 @@ class Optimizers(OptimizersContainer):
         self.optimizers = [optimizer for by_kind in self.by_part for optimizer in by_kind.values()]
         parameters = [p for model in model_parts for p in model.parameters()]
         self._post_init(parameters, {"lr": config.lr})
+        self.pc_times = Spans()
+        """of PC's two passes on this rank: the trainer times the pull back"""
         if self.preconditioner is not None:
+            for optimizer in self.optimizers:  # hooks run in this order: PC(W) is written between these two
+                optimizer.register_step_post_hook(self.pc_times.begin)
             self.preconditioner.follow(*self.optimizers)
+            for optimizer in self.optimizers:
+                optimizer.register_step_post_hook(self.pc_times.end)
         self.saved_rates: list[float] = []
         """learning rates of the next step by the loaded checkpoint's schedule"""
         self.skips_step = False

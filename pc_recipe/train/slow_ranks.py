@@ -5,12 +5,12 @@ data-parallel ranks: loading data on the host and, on the device, all from the o
 gradient of that input. Ranks of one tensor-parallel group wait for each other there and count as one.
 """
 
-import time
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
+
+from pc_recipe.train import spans
 
 ALLOWED = 0.1
 """A rank may be this far behind the median: in loading, as a share of all time; in the output layer, of the median."""
@@ -24,21 +24,20 @@ class OutputTimes:
     """
 
     def __init__(self, model_parts: Iterable[Any]) -> None:
-        self._spans: list[tuple] = []
+        self._spans = spans.Spans()
         for model in model_parts:
             if model.output is not None:
                 model.output.register_forward_pre_hook(self._start)
 
     def take(self) -> float:
-        """Seconds since the last call. The device has finished this work, or the host waits for it."""
-        spans, self._spans = self._spans, []
-        return sum(_seconds(*span) for span in spans)
+        """Seconds since the last call, as `Spans.take`."""
+        return self._spans.take()
 
     def _start(self, _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         hidden = inputs[0]
         if hidden.requires_grad:
-            begin = _now()
-            hidden.register_hook(lambda _: self._spans.append((begin, _now())))
+            begun = spans.now()
+            hidden.register_hook(lambda _: self._spans.add(begun))
 
 
 def describe_slow_ranks(loading: Tensor, output: Tensor, passed: float) -> list[str]:
@@ -61,19 +60,3 @@ def describe_slow_ranks(loading: Tensor, output: Tensor, passed: float) -> list[
                 f"the median of the ranks {usual:.3g} s"
             )
     return lines
-
-
-def _now():
-    """A time on the GPU, taken without waiting, or on the host if there is none."""
-    if not torch.cuda.is_available():
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def _seconds(begin, end) -> float:
-    if not isinstance(begin, torch.cuda.Event):
-        return end - begin
-    end.synchronize()  # else `elapsed_time` may fail
-    return begin.elapsed_time(end) / 1000

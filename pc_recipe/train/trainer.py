@@ -163,7 +163,9 @@ class Trainer(torchtitan.train.Trainer):
             torch._foreach_div_(self._squared_norm.gradients(), self._batches.tokens)
         self.diagnostics.begin_update(self.step)
         if self.preconditioner is not None:
+            self.optimizers.pc_times.begin()
             self.preconditioner.pull_back()
+            self.optimizers.pc_times.end()
 
     def _agree(self, loss: Tensor) -> Agreement:
         """Let all ranks know the gradient norm and whether any wishes to stop or save; decide whether to skip the update."""
@@ -200,7 +202,9 @@ class Trainer(torchtitan.train.Trainer):
         is_logged = processor.should_log(self.step)
         if not is_logged and not self.diagnostics.is_due(self.step):
             return
-        numbers = processor.own_numbers(self._output_times.take()) if is_logged else [0.0] * len(processor.NUMBERS)
+        numbers = [0.0] * len(processor.NUMBERS)
+        if is_logged:
+            numbers = processor.own_numbers(self._output_times.take(), self.optimizers.pc_times.take())
         own = torch.tensor(numbers).to(self.device, non_blocking=True)
         of_ranks = self._rank_numbers.gather([loss.reshape(1), own, *self.diagnostics.measure(self.step)])
         if is_logged:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers.small_tokenizers import make_sentencepiece, make_tokenizer
 from pc.errors import UserError
 from pc_recipe.data.tokenizers import load_tokenizer
 from pc_recipe.data.train_tokenizer import train_tokenizer
@@ -40,6 +41,26 @@ def test_a_tokenizer_is_trained_on_the_first_megabytes(megabytes, is_read, tmp_p
     )
     train_tokenizer([str(tmp_path / "a.jsonl")], tmp_path / "made", 300, megabytes)
     assert ("yz" in json.loads((tmp_path / "made" / "tokenizer.json").read_text())["model"]["vocab"]) == is_read
+
+
+@pytest.mark.parametrize("kind", ["mistral-common", "trained", "SentencePiece", "SentencePiece without a first space"])
+def test_bytes_of_tokens_add_up_to_the_text(kind, hugging_face_folder, tmp_path):
+    """Of documents, with the space that SentencePiece puts before each, entries of single bytes, and words for entries."""
+    reference: str | Path = {"mistral-common": kind, "trained": hugging_face_folder}.get(kind, tmp_path / "made.model")
+    if reference == tmp_path / "made.model":
+        make_sentencepiece(tmp_path / "made.model", add_dummy_prefix=kind == "SentencePiece")
+    tokenizer = load_tokenizer(reference)
+    texts = ["The weight ground corn.\n", "Größe, naïve, 東京 🦙", "</s> <0x0A> a  b", " x"]
+    tokens = tokenizer.documents(texts)
+    assert tokenizer.text_bytes is not None
+    assert tokenizer.text_bytes[tokens].sum() == len("".join(texts).encode())
+
+
+def test_bytes_of_tokens_are_unknown_where_no_decoder_makes_a_text_of_them(tmp_path):
+    assert load_tokenizer(make_tokenizer(tmp_path / "bytes")).text_bytes is not None
+    content = json.loads((tmp_path / "bytes" / "tokenizer.json").read_text()) | {"decoder": None}
+    (tmp_path / "bytes" / "tokenizer.json").write_text(json.dumps(content))
+    assert load_tokenizer(tmp_path / "bytes").text_bytes is None
 
 
 NONE, MADE = "neither .* nor a SentencePiece model", {"bos_token": "<s>", "eos_token": "</s>"}

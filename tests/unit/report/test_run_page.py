@@ -11,7 +11,7 @@ from helpers.made_runs import make_run, validations, write_metrics, write_run
 from helpers.tiny import make_shards
 from pc import PCConfig
 from pc_recipe.files.run_folder import write_state
-from pc_recipe.files.run_log import read_logs
+from pc_recipe.files.run_log import BITS_PER_BYTE, read_logs
 from pc_recipe.report import run_page
 from pc_recipe.report.settings import differences
 
@@ -43,6 +43,29 @@ def test_page_and_lines_say_the_same(tmp_path):
     assert listed == ["pc.enable: False in baseline, True in pc", "optimizer.lr: 0.0008 in baseline, 0.5 in pc"]
     assert "One run each" in page and "no checkpoint" in page
     assert len(page) < 1e6 and "<script" not in page and not re.search(r"(src|href)=.?http", page)
+
+
+def test_losses_are_in_bits_per_byte_where_all_runs_have_logged_them(tmp_path):
+    paths = runs(tmp_path)
+    for path, with_bits, values in zip(paths, (False, True), ((5.0, 4.0, 3.0), (4.0, 3.0, 2.5)), strict=True):
+        write_run(path, [line | {BITS_PER_BYTE: line["validation_loss"] / 4} for line in validations(values)])
+        text = run_page.write(paths, tmp_path / "report.html")
+        page = (tmp_path / "report.html").read_text()
+        assert ("pc ends 0.125 bits per byte below baseline, whose" in text) == with_bits
+        assert ("Validation loss 0.625 bits per byte" in text) == with_bits
+        assert ("<td>0.6250 (2.5000 nats per token)</td>" in page) == with_bits
+        assert (page.count("validation loss (bits per byte)") > 0) == with_bits
+
+
+def test_what_pc_cost_is_measured_within_its_run(tmp_path):
+    """Not the difference of two runs, between which the machine's load may change."""
+    paths = runs(tmp_path)
+    for path, seconds, pc_seconds in zip(paths, (4.0, 2.0), ({}, {"pc_seconds": 0.25}), strict=True):
+        lines = [line | {"loss": 2.0, "step_seconds": seconds} | pc_seconds for line in validations((2.0, 1.0))]
+        write_run(path, lines)
+    run_page.write(paths, tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    assert "<td>4</td><td>-</td>" in page and "<td>2</td><td>0.25 (12.5%)</td>" in page
 
 
 def test_other_code_and_earlier_settings_are_differences(tmp_path):

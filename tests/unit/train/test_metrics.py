@@ -120,7 +120,8 @@ def test_processor_logs_lines_and_counts_spikes_across_a_resume(tmp_path, caplog
     for step in range(1, 21):
         processor.data_loading_times, processor.ntokens_since_last_log = [0.1], 32
         processor.positions = range(4 * (step - 1), 4 * step)
-        of_ranks = processor.add_numbers(torch.tensor([processor.own_numbers(0.0)]))
+        processor.resume()
+        of_ranks = processor.add_numbers(torch.tensor([processor.own_numbers(0.0, 4.0)]))
         processor.log(step, 9.0 if step == 15 else 3.0, 3.5, 0.5, {"lr": 0.1} | of_ranks)
     (said,) = [record.message for record in caplog.records if "Loss spike" in record.message]
     assert said.startswith("Loss spike 1 begins at step 15 with 9; data positions 56-59 (")
@@ -144,6 +145,7 @@ def test_processor_logs_lines_and_counts_spikes_across_a_resume(tmp_path, caplog
     assert [line["loss_spikes"] for line in lines if "loss" in line] == [0] * 14 + [1] * 6 + [2]
     assert (lines[14]["spike/first_position"], lines[14]["spike/last_position"]) == (56, 59)
     assert lines[0]["memory_active_gib_of_all_ranks"] == pytest.approx(lines[0]["memory_active_gib"], rel=0.1)
+    assert lines[0]["pc_seconds"] == 4.0
     assert lines[0]["grad_norm"] == 0.5 and lines[0]["lr"] == 0.1 and lines[0]["max_loss"] == 3.5
     assert [line for line in lines if "norm/weight" in line][0]["step"] == 20
     assert lines[-1]["validation_loss"] == 2.5 and len(lines) == 23
@@ -168,7 +170,7 @@ def test_a_step_takes_the_time_of_training_alone(tmp_path, clock):
         processor.resume()
         clock(seconds)
         processor.data_loading_times, processor.ntokens_since_last_log = [0.1], 32
-        processor.add_numbers(torch.ones(1, 3))
+        processor.add_numbers(torch.ones(1, 4))
         processor.log(step, 3.0, 3.5, 0.5)
         processor.pause()
         if step != 2:
@@ -188,7 +190,7 @@ def test_a_slow_rank_is_sought_from_the_second_step_on_every_twenty_seconds(tmp_
     def log(seconds: float, output: list[float]) -> int:
         """Seconds of three ranks in the output layer; returns the number of warnings."""
         clock(seconds)
-        processor.add_numbers(torch.tensor([[1.0, 0.0, own] for own in output]))
+        processor.add_numbers(torch.tensor([[1.0, 0.0, own, 0.0] for own in output]))
         processor.data_loading_times, processor.ntokens_since_last_log = [0.1], 32
         processor.log(1, 3.0, 3.5, 0.5)
         return len(said)

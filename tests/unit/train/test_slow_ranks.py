@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from pc_recipe.train import slow_ranks
+from pc_recipe.train import spans
 from pc_recipe.train.slow_ranks import OutputTimes, describe_slow_ranks
 
 
@@ -48,7 +48,7 @@ def test_events_are_recorded_in_training_and_waited_for_when_taken(monkeypatch):
 
 
 def test_without_a_gpu_the_host_measures(monkeypatch):
-    monkeypatch.setattr(slow_ranks, "_now", iter([10.0, 10.5, 20.0, 22.0]).__next__)
+    monkeypatch.setattr(spans, "now", iter([10.0, 10.5, 20.0, 22.0]).__next__)
     output = nn.Linear(7, 10)
     times = OutputTimes([SimpleNamespace(output=output)])
     for _ in range(2):
