@@ -337,7 +337,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _start_processes() -> None:
+def start_processes() -> None:
     cpu.use_cpu_where_there_is_no_gpu()
     backend = "nccl" if ON_GPU else "gloo"
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -361,7 +361,7 @@ def main(arguments: list[str] | None = None) -> None:
     row = ROWS[chosen.row]
     changes = {key: getattr(chosen, key) for key in ("flavor", "seq_len", "local_batch_size") if getattr(chosen, key)}
     micro_batches, rounds = chosen.micro_batches or row.micro_batches, chosen.rounds or row.rounds
-    _start_processes()
+    start_processes()
     if dist.get_world_size() < row.processes:
         parser.error(
             f"row {chosen.row} is about several processes: torchrun --nproc-per-node 2 benchmarks/step.py {chosen.row}"

@@ -6,11 +6,13 @@
 Rank 0, which owns the largest matrix, writes PC(W) and pulls a gradient back as `pc.step` does, with all weights of the config,
 on the meta device as on a GPU, and in torch's fake process group. Nothing is computed. Each operation reads its inputs and
 writes its results once: a matrix times its own transpose reads one matrix, an operation in place reads what it changes, views
-are free, and copies into batches count.
+are free, copies into batches count, and a function that a GPU fuses is one operation.
 """
 
 import argparse
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
@@ -20,11 +22,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from pc.command import exit_on_user_error
+from pc.half import Fused
 from pc.shards import own_slice, shard_gammas, shard_like
 from pc.step import Step
 from pc.weight import Tensors, Weight
@@ -63,14 +66,28 @@ class Traffic(TorchDispatchMode):
         changed = [named[given.name] for given in schema.arguments if given.is_write]
         self.add(name, [named.get(argument) for argument in read], changed or result)
         if formula := flop_registry.get(function._overloadpacket):
-            factors = [x for x in args if isinstance(x, Tensor)][-2:]
-            self.flops[factors[0].dtype] += formula(*args, **kwargs, out_val=result)
+            tensors = [x for x in args if isinstance(x, Tensor)]
+            self.flops[tensors[-1].dtype] += formula(*tensors, out_val=result)
         return result
 
     def add(self, name: str, read: object, written: object) -> None:
         """Count one kernel."""
         self.calls[name] += 1
         self.bytes[name] += sum(map(_bytes, (read, written)))
+
+    def fused(self, function: Fused, *given: object) -> object:
+        """Replaces the call of a function that is one kernel on a GPU."""
+        with _disable_current_modes():
+            result = function.plain(*given)
+        self.add(function.plain.__name__, given, result)
+        return result
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count here, exchanges and fused functions too."""
+        all_to_all = mock.patch.object(dist, "all_to_all_single", self.all_to_all)
+        with self, all_to_all, mock.patch.object(Fused, "__call__", lambda *given: self.fused(*given)):
+            yield
 
     def all_to_all(self, receive, send, receive_sizes, send_sizes, group) -> None:
         """Replaces `dist.all_to_all_single`."""
@@ -112,9 +129,9 @@ def count(weights: list[Weight], ranks: int) -> tuple[Traffic, Traffic]:
         step = Step({weight.name: weight.split for weight in weights}, None, [])
         tensors = {weight.name: tensors_of(weight, ranks) for weight in weights}
         gradients = [torch.empty_like(one.effective) for one in tensors.values()]
-        with mock.patch.object(dist, "all_to_all_single", traffic[0].all_to_all), traffic[0]:
+        with traffic[0].counting():
             step.write(tensors, advance=True, share=True)
-        with mock.patch.object(dist, "all_to_all_single", traffic[1].all_to_all), traffic[1]:
+        with traffic[1].counting():
             step.pull_back(tensors, gradients)
     finally:
         dist.destroy_process_group()

@@ -12,7 +12,7 @@ from pc.errors import UserError
 from pc.maps import LEVEL_NAMES, TOLERANCE_AT_ONE, Coefficients, Level, evaluate, resolve
 
 GivenLevel = Level | int | str | Coefficients
-ComputeDtype = Literal["float32", "tf32"]
+ComputeDtype = Literal["float32", "tf32", "float16"]
 
 
 def _key(default: Any, help: str) -> Any:
@@ -74,7 +74,8 @@ class PCConfig:
     learnable_gamma: bool = _key(True, "Multiply by one learnable scalar per matrix, initialised to 1.")
     compute_dtype: ComputeDtype = _key(
         "float32",
-        "Precision of the polynomial's matmuls. float32: no lower than the weight's own, float32 or float64.",
+        "Precision of the polynomial's matmuls. float32: no lower than the weight's own, float32 or float64. float16: factors "
+        "only, which are scaled first; sums, norms and vectors stay in float32.",
     )
 
     def __post_init__(self) -> None:

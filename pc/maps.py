@@ -125,3 +125,56 @@ def evaluate(map: Map, sigma):
 def stages(map: Map) -> tuple[Coefficients, ...]:
     """The map as a tuple of stages: one stage for plain coefficients."""
     return map if isinstance(map[0], Sequence) else (map,)
+
+
+class Square(NamedTuple):
+    """A polynomial as `factor * root(x)^2 + linear * x + constant`."""
+
+    factor: float
+    root: Coefficients
+    linear: float
+    constant: float
+
+
+@cache
+def complete_square(coefficients: Coefficients) -> Square | None:
+    """Write a polynomial of degree 4 as a `Square`; None for other degrees.
+
+    None also if the leading coefficient is small: then the terms of the square are much larger than the polynomial, and
+    cancel.
+    """
+    if len(coefficients) != 5 or not coefficients[4]:
+        return None
+    a, b, c, d, e = coefficients
+    half = d / (2 * e)
+    last = (c / e - half * half) / 2
+    square = Square(e, (last, half, 1.0), b - 2 * e * half * last, a - e * last * last)
+    size = abs(e) * sum(map(abs, square.root)) ** 2 + abs(square.linear) + abs(square.constant)
+    return square if size <= 2 * sum(map(abs, coefficients)) else None
+
+
+@cache
+def growth(coefficients: Coefficients) -> float:
+    """How large what `polynomial.vjp` stores may become: entries are at most this times the Frobenius norm of the gradient H,
+    where singular values of N are at most `REACH`. By the norms of products: |H N^T| is at most |H| times `REACH`."""
+    return 2 * REACH * max(1.0, *_growths(coefficients))  # of D + D^T, and of what is made of it
+
+
+def _growths(coefficients: Coefficients) -> list[float]:
+    """The largest norms that `polynomial._gradient` and the calls within make of S of norm 1; the last is that of the gradient."""
+    largest = REACH**2  # eigenvalue of G
+
+    def bound(inner: Coefficients) -> float:  # of |p| up to there; g(sigma) / sigma = p(sigma^2)
+        return max(abs(inner[0]), *(abs(evaluate(inner, x) / x) for x in (REACH * i / 100 for i in range(1, 101))))
+
+    _, linear, *higher = coefficients
+    if not higher:
+        return [abs(linear)]
+    if len(higher) == 1:
+        return [abs(linear) + 2 * largest * abs(higher[0])]
+    if square := complete_square(coefficients):
+        of_root = 2 * abs(square.factor) * bound(square.root)
+        within = [of_root * one for one in _growths(square.root)]
+        return [of_root, *within, within[-1] + abs(square.linear)]
+    within = [largest * one for one in _growths(coefficients[1:])]
+    return [largest, *within, within[-1] + bound(coefficients[1:])]

@@ -5,8 +5,8 @@
 
 The gradient flows through the divisor s, but not through the factor s.detach(), which puts the norm back.
 
-`apply` is the reference. `evaluate` and `pull_back` give the same results faster: the power iteration reuses the Gram
-matrix, the gradient takes fewer matmuls (`polynomial.vjp`), and scale factors multiply the small square matrices
+`apply` is the reference. `evaluate` and `pull_back` give the same results faster: the power iteration and its second start
+reuse the Gram matrix, the gradient takes fewer matmuls (`polynomial.vjp`), and scale factors multiply the small square matrices
 instead of [n, m] ones, which saves passes over memory. Matrices go on to `pc.polynomial`, where each pass ends.
 """
 
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from pc import maps, polynomial
 from pc.config import PCConfig
+from pc.half import Matrices, rounded
 
 # Added to the estimated spectral norm to avoid dividing by zero for a zero matrix (the value in the released code).
 EPSILON = 1e-7
@@ -50,6 +51,7 @@ class Method:
         self._stages = maps.stages(self.level.map)
         self._precision = "tf32" if config.compute_dtype == "tf32" else "ieee"
         """of the polynomial's matmuls; everything else runs in float32"""
+        self._half = config.compute_dtype == "float16"
 
     def __reduce__(self):
         return method_of, (self.config,)
@@ -84,7 +86,7 @@ class Method:
     @torch.no_grad()
     def evaluate(
         self,
-        weight: Tensor,  # W [B, n, m]
+        weight: Matrices,  # W [B, n, m]
         gamma: Tensor,  # [B, 1]
         u: Tensor,  # [B, n]
         v: Tensor,  # [B, m]
@@ -93,24 +95,30 @@ class Method:
     ) -> tuple[Any, ...]:
         """PC(W) [B, n, m]; the new u and v; the ratio of `second_start` [B], 0 without `advance`; and a list of square
         matrices, which `pull_back` with the same W, u and v can reuse."""
-        with matmuls(weight, self._precision):
-            gram = polynomial.gram_matrix(weight)
-        with matmuls(weight):
-            ratio = weight.new_zeros(len(weight))
+        unit = None
+        with matmuls(u, self._precision):
+            if self._half:
+                factor, unit = rounded(weight)
+            else:
+                weight = factor = weight if isinstance(weight, Tensor) else torch.cat([*weight])
+            gram = polynomial.gram_matrix(factor)
+        with matmuls(u):
+            ratio = u.new_zeros(len(u))
             if advance:
-                u, v = power_iteration_by_gram(weight, gram, u, v, self.config.power_iterations)
-                u, v, ratio = second_start(weight, gram, u, v, self.level.reach)
+                u, v, ratio = power_iterations(factor, gram, u, v, self.config.power_iterations, self.level.reach)
             s = spectral_norm_estimate(weight, u, v)[:, None, None]
         scale = gamma[:, :, None] * s if self.config.norm_recovery else gamma[:, :, None]
-        with matmuls(weight, self._precision):
-            result, kept = polynomial.apply_and_keep(self._stages, weight, gram=gram, divisor=s, scale=scale)
+        with matmuls(u, self._precision):
+            result, kept = polynomial.apply_and_keep(
+                self._stages, factor, gram=gram, divisor=s if unit is None else s * unit, scale=scale
+            )
         return result, u, v, ratio, kept
 
     @torch.no_grad()
     def pull_back(
         self,
-        weight: Tensor,  # W [B, n, m]
-        gradient: Tensor,  # H, with respect to PC(W) [B, n, m]
+        weight: Matrices,  # W [B, n, m]
+        gradient: Matrices,  # H, with respect to PC(W) [B, n, m]
         gamma: Tensor,  # [B, 1]
         u: Tensor,  # [B, n]
         v: Tensor,  # [B, m]
@@ -124,18 +132,16 @@ class Method:
             dW = gamma r / s (dN - <dN, N> u v^T)    dgamma = r <g(N), H>
 
         The term with u v^T is the part through the divisor s, whose gradient with respect to W is u v^T.
-        `polynomial.vjp` gives dN and both inner products.
         """
-        with matmuls(weight):
+        with matmuls(u):
             s = spectral_norm_estimate(weight, u, v)[:, None, None]
         scale = gamma[:, :, None] * s if self.config.norm_recovery else gamma[:, :, None]
-        with matmuls(weight, self._precision):
-            # the products are <g(N), H> and <dN, N>
-            d_weight, value_product, matrix_product = polynomial.vjp(
-                self._stages, weight, gradient, divisor=s, scale=scale, kept=kept
+        if not self._half:
+            weight, gradient = (x if isinstance(x, Tensor) else torch.cat([*x]) for x in (weight, gradient))
+        with matmuls(u, self._precision):
+            d_weight, value_product, _ = polynomial.vjp(
+                self._stages, weight, gradient, divisor=s, scale=scale, kept=kept, vectors=(u, v), half=self._half
             )
-        along_s = scale / s * matrix_product[:, None, None]
-        d_weight.addcmul_(along_s * u[:, :, None], v[:, None, :], value=-1.0)
         return d_weight, (s[:, :, 0] if self.config.norm_recovery else 1.0) * value_product[:, None]
 
 
@@ -164,25 +170,36 @@ def power_iteration(weight: Tensor, u: Tensor, v: Tensor, steps: int) -> tuple[T
     return u, v
 
 
-def power_iteration_by_gram(weight: Tensor, gram: Tensor, u: Tensor, v: Tensor, steps: int) -> tuple[Tensor, Tensor]:
-    """`power_iteration`, for `steps` of 1 or more, by the smaller Gram matrix [..., r, r] in place of the weight.
+def power_iterations(
+    weight: Tensor,  # W, or a multiple in float16 [B, n, m]
+    gram: Tensor,  # its smaller Gram matrix [B, r, r]
+    u: Tensor,  # [B, n]
+    v: Tensor,  # [B, m]
+    steps: int,  # 1 or more
+    reach: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`power_iteration` and then `second_start`, both at once, by the Gram matrix in place of the weight.
 
     One multiplication by `W W^T` replaces one by `W^T` and one by `W`. PC needs the Gram matrix anyway, and it is
-    smaller; the weight itself is read twice instead of 2 `steps` times, the last time for `W v`. Rounding errors of the Gram
-    matrix (in TF32, for example) act like iterating on a slightly different matrix: u and v are off by some d, and
-    `u^T W v`, which uses W itself, only by the order of d^2.
+    smaller. The two vectors are multiplied together, so that it is read once for both; the weight itself is read twice instead
+    of 2 `steps` times. Rounding errors of the Gram matrix (in TF32, for example) act like iterating on a slightly different
+    matrix: u and v are off by some d, and `u^T W v` only by the order of d^2.
     """
-    with torch.no_grad():
-        if weight.size(-2) > weight.size(-1):
-            v = _max_normalised(_product(weight.mT, u), v)
-            for _ in range(steps - 1):
-                v = _max_normalised(_product(gram, v), v)
-            v = v / v.norm(dim=-1, keepdim=True)
-        else:
-            for _ in range(steps - 1):
-                u = _max_normalised(_product(gram, u), u)
-            v = _unit(_product(weight.mT, u), v)
-        return _unit(_product(weight, v), u), v
+    times = _half_rows_times if weight.dtype is torch.float16 else torch.matmul
+    is_tall = weight.size(-2) > weight.size(-1)
+    first = _max_normalised(times(u[:, None], weight), v[:, None]) if is_tall else u[:, None]
+    rows = torch.stack([first[:, 0], _second_vector(gram, u.dtype)], 1)  # [B, 2, r]
+    for step in range(max(steps - 1, SECOND_PRODUCTS)):
+        now = slice(0 if step < steps - 1 else 1, 2 if step < SECOND_PRODUCTS else 1)
+        rows[:, now] = _max_normalised(times(rows[:, now], gram), rows[:, now])
+    before_u, before_v = u[:, None].expand(-1, 2, -1), v[:, None].expand(-1, 2, -1)
+    of_v = _unit(rows if is_tall else times(rows, weight), before_v)
+    images = times(of_v, weight.mT)  # W v of both
+    of_u = _unit(images, before_u)
+    size, other = torch.linalg.vector_norm(images, dim=-1).unbind(1)  # the first is u^T W v
+    ratio = other / (size + EPSILON)
+    chosen = (ratio > reach)[:, None]
+    return torch.where(chosen, of_u[:, 1], of_u[:, 0]), torch.where(chosen, of_v[:, 1], of_v[:, 0]), ratio
 
 
 def second_start(
@@ -205,9 +222,7 @@ def second_start(
         the second start finds, divided by `u^T W v`; 1 if they agree.
     """
     with torch.no_grad():
-        size = gram.size(-1)
-        index = torch.arange(1, size + 1, device=weight.device, dtype=weight.dtype)
-        vector = (index * GOLDEN_RATIO).frac().sub(0.4).expand(*gram.shape[:-2], size)
+        vector = _second_vector(gram, weight.dtype)
         # Divided by its Frobenius norm, the Gram matrix has its largest eigenvalue between size^-1/2 and 1. So ten
         # products neither overflow nor underflow.
         scale = torch.linalg.matrix_norm(gram, keepdim=True).clamp(min=torch.finfo(gram.dtype).tiny).reciprocal()
@@ -223,9 +238,23 @@ def second_start(
         return torch.where(is_missed, _unit(other_u, u), u), torch.where(is_missed, other_v, v), ratio
 
 
-def spectral_norm_estimate(weight: Tensor, u: Tensor, v: Tensor) -> Tensor:
-    """`u^T W v + epsilon` of shape [...] for `weight` [..., n, m]; differentiable in `weight`."""
+def _second_vector(gram: Tensor, dtype: torch.dtype) -> Tensor:
+    """Where the second start begins, [..., r]."""
+    index = torch.arange(1, gram.size(-1) + 1, device=gram.device, dtype=dtype)
+    return (index * GOLDEN_RATIO).frac().sub(0.4).expand(gram.shape[:-1])
+
+
+def spectral_norm_estimate(weight: Matrices, u: Tensor, v: Tensor) -> Tensor:
+    """`u^T W v + epsilon` of shape [...] for `weight` [..., n, m]; differentiable in `weight`. Of several batches, [B]."""
+    if not isinstance(weight, Tensor):
+        parts = zip(weight, *(x.split([len(one) for one in weight]) for x in (u, v)), strict=True)
+        return torch.cat([spectral_norm_estimate(*part) for part in parts])
     return (u * _product(weight, v)).sum(-1) + EPSILON
+
+
+def _half_rows_times(rows: Tensor, matrix: Tensor) -> Tensor:
+    """[B, k, n] times a float16 [B, n, m]; sums are float32."""
+    return polynomial.wide_product(rows.to(matrix.dtype), matrix).to(rows.dtype)
 
 
 def _product(matrix: Tensor, vector: Tensor) -> Tensor:

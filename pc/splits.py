@@ -24,6 +24,7 @@ from torch import Tensor
 from pc.assignment import matrix_cost
 from pc.config import MatrixSplit, PCConfig
 from pc.errors import UserError
+from pc.half import Matrices, as_batch
 from pc.method import Method, method_of
 from pc.spectral import initial_vectors
 
@@ -103,8 +104,10 @@ class WeightSplit:
 
     def split_weight(
         self,
-        weight: Tensor,  # as stored, [B, N, m] or [B, m, N]
-    ) -> list[Tensor]:  # [B', rows, columns]
+        weight: Matrices,  # as stored, [B, N, m] or [B, m, N], or several such
+    ) -> list[Any]:  # [B', rows, columns], or several such
+        if not isinstance(weight, Tensor):
+            return [*zip(*map(self.split_weight, weight), strict=True)]
         rows = zip(self.parts, self._rows(weight), strict=True)
         return [x.reshape(-1, part.rows, self.columns) for part, x in rows if part.config is not None]
 
@@ -127,12 +130,13 @@ class WeightSplit:
     def join_weight(
         self,
         matrices: Sequence[Tensor],  # of each chosen part, [B', rows, columns]
-        base: Tensor,  # as stored: rows that are not chosen are its rows
+        base: Matrices,  # as stored: rows that are not chosen are its rows
     ) -> Tensor:  # as stored
-        chosen = iter(matrices)
+        chosen, is_whole = iter(matrices), len(matrices) == len(self.parts)
+        others: Sequence[Any] = [None] * len(self.parts) if is_whole else self._rows(as_batch(base))
         rows = [
             other if part.config is None else next(chosen).reshape(-1, self.repeats, part.size, self.columns)
-            for part, other in zip(self.parts, self._rows(base), strict=True)
+            for part, other in zip(self.parts, others, strict=True)
         ]
         whole = (rows[0] if len(rows) == 1 else torch.cat(rows, -2)).flatten(1, 2)
         return whole.mT if self.transposed else whole
@@ -149,7 +153,7 @@ class WeightSplit:
 
     def evaluate(
         self,
-        orig: Tensor,  # W as stored, [B, N, m] or [B, m, N]
+        orig: Matrices,  # W as stored, [B, N, m] or [B, m, N], or several such
         gamma: Tensor,  # [B, P]
         u: Tensor,  # [B, rows of all P matrices together]
         v: Tensor,  # [B, P, m], or [B, m] for P = 1
@@ -170,8 +174,8 @@ class WeightSplit:
 
     def pull_back(
         self,
-        orig: Tensor,  # W as stored
-        gradient: Tensor,  # with respect to PC(W), as stored
+        orig: Matrices,  # W as stored
+        gradient: Matrices,  # with respect to PC(W), as stored
         gamma: Tensor,  # [B, P]
         u: Tensor,  # [B, rows of all P matrices together]
         v: Tensor,  # [B, P, m], or [B, m] for P = 1

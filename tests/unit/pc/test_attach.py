@@ -145,7 +145,7 @@ def test_a_shared_expert_does_not_hide_the_others():
         ({"power_iterations": 0}, "power_iterations"),
         ({"heads": ["o"]}, "pc.heads: 'o' is not one of q, k, v"),
         ({"splits": {"*.qkv": ("q", "k", "v")}}, r"pc.splits: '\*.qkv' must be a pc.MatrixSplit or None"),
-        ({"compute_dtype": "float16"}, "must be one of float32, tf32"),
+        ({"compute_dtype": "bfloat16"}, "must be one of float32, tf32, float16"),
     ],
 )
 def test_wrong_config(values, message):

@@ -294,7 +294,8 @@ class Precisions(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         if "mm" in str(function):
-            self.seen.setdefault("vector" if 1 in result.shape[-2:] else "matrix", set()).add(MATMUL.fp32_precision)
+            kind = "vectors" if min(result.shape[-2:]) <= 2 else "matrix"
+            self.seen.setdefault(kind, set()).add(MATMUL.fp32_precision)
         return result
 
 
@@ -318,7 +319,7 @@ def test_precision_of_products_whatever_the_process_has_chosen(process, compute_
         if process == "high":
             torch.set_float32_matmul_precision("highest")
         MATMUL.fp32_precision = before
-    assert precisions.seen == {"vector": {"ieee"}, "matrix": {polynomial}}
+    assert precisions.seen == {"vectors": {"ieee"}, "matrix": {polynomial}}
 
 
 def test_merge_of_a_model_of_two_models():

@@ -20,8 +20,8 @@ _mesh: DeviceMesh | None = None
 
 
 def _passes(strict):
-    cases = [(level, "tf32", (8, 24)) for level in maps.LEVELS]
-    cases += [(4, "float32", (24, 8)), (4, "float32", (8, 8))]
+    cases = [(level, compute_dtype, (8, 24)) for level in maps.LEVELS for compute_dtype in ("tf32", "float16")]
+    cases += [(4, compute_dtype, shape) for compute_dtype in ("float32", "float16") for shape in ((24, 8), (8, 8))]
     for level, compute_dtype, (n, m) in cases:
         weight, gradient = (torch.empty(3, n, m, device="cuda") for _ in range(2))
         gamma, u, v = (torch.empty(3, size, device="cuda") for size in (1, n, m))
@@ -34,10 +34,10 @@ def _passes(strict):
         assert {tensor.dtype for tensor in (*written[:3], *pulled_back)} == {torch.float32}
 
 
-def _step(strict, sharded=False):
+def _step(strict, sharded=False, compute_dtype="tf32"):
     """Both passes around a step of Muon."""
     with torch.device("cuda"):
-        model = pc.attach(nn.Sequential(ToyBlock(7, 10), ToyBlock(7, 10)), PCConfig(compute_dtype="tf32"))
+        model = pc.attach(nn.Sequential(ToyBlock(7, 10), ToyBlock(7, 10)), PCConfig(compute_dtype=compute_dtype))
     for module in model.modules() if sharded else ():
         for name, parameter in module.named_parameters(recurse=False):
             shard = distribute_tensor(parameter.detach(), _mesh, [Shard(0)], src_data_rank=None)
@@ -58,6 +58,10 @@ def _exchange(strict):
     _step(strict, sharded=True)
 
 
+def _half_step(strict):
+    _step(strict, compute_dtype="float16")
+
+
 def _trace(rank) -> dict[str, str]:
     """The error of each function, and of two planted faults."""
     global _mesh
@@ -66,7 +70,7 @@ def _trace(rank) -> dict[str, str]:
     _mesh = DeviceMesh("cuda", list(range(RANKS)))
     found = {}
     with pretended_cuda.pretended_cuda() as strict:
-        for function in (_passes, _step, _exchange, _on_the_cpu, _waits):
+        for function in (_passes, _step, _half_step, _exchange, _on_the_cpu, _waits):
             found[function.__name__] = ""
             try:
                 function(strict)
