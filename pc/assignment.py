@@ -159,3 +159,15 @@ def chunks(matrices: list[Matrix], limit: int) -> list[list[Matrix]]:
             held = matrix.bytes
         found[-1].append(matrix)
     return found
+
+
+def reused(buckets: Sequence[Sequence[list[Matrix]]], room: int) -> list[int]:
+    """The indices of buckets whose weights every owner can keep in `room` bytes. All ranks get the same: a bucket has a list of
+    matrices for each owner."""
+    held, found = [0] * max(map(len, buckets), default=0), []
+    for index, of_owners in enumerate(buckets):
+        after = [size + sum(matrix.bytes for matrix in of) for size, of in zip(held, of_owners, strict=True)]
+        if max(after) <= room:
+            held = after
+            found.append(index)
+    return found

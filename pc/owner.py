@@ -16,7 +16,8 @@ Who computes what is worked out in `pc.assignment`. PC's functions are `evaluate
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from pc.assignment import Group, Item, Matrix, Piece, assign, chunks, group_of, matrices_of, matrix_cost
+from pc.assignment import Group, Item, Matrix, Piece, assign, chunks, group_of, matrices_of, matrix_cost, reused
 from pc.errors import UserError
 from pc.shards import shard_like as shard_like  # public here
 from pc.shards import shards_of
@@ -49,6 +50,10 @@ class Plan:
         sharing: ranks that share the work on items without shards; by default each computes all of them.
         others: inputs and outputs of other functions of the same matrices, which this plan runs too, in the same batches.
         room: how many bytes its batches may keep on this rank from one run to the next; None: functions keep nothing (`run`).
+        reuse: {input of the others: input of the first function, or its output, counted after the inputs} that is the same
+            tensor. An owner that has received it keeps it until `forget`, so that it is not sent again.
+        reuse_room: how many bytes of weights it may keep on a rank for that.
+        apart: functions take a sequence of [1, n, m] in place of [B, n, m] where that saves a copy.
 
     Raises:
         UserError: tensors of several dtypes, an item on several meshes, or shards that are not slices of their tensor.
@@ -63,6 +68,9 @@ class Plan:
         sharing: dist.ProcessGroup | None = None,
         others: Sequence[tuple[Sequence[Item], Sequence[Item]]] = (),
         room: int | None = None,
+        reuse: Mapping[int, int] = MappingProxyType({}),
+        reuse_room: int = 0,
+        apart: bool = False,
     ) -> None:
         sides = [side for both in ((inputs, outputs), *others) for side in both]
         self._signatures = [_signature(side) for side in sides]
@@ -84,8 +92,11 @@ class Plan:
             # Alone on a CPU, each matrix is a bucket of its own: the function gets views of the stored tensors, no copies.
             limit = 0 if one_by_one and not group.process_group else BUCKET_BYTES
             # The first bucket has the first chunk of every owner, and so on: all owners work at the same time.
-            for of_owners in itertools.zip_longest(*(chunks(of_owner, limit) for of_owner in owned), fillvalue=[]):
-                self._buckets.append(_Bucket(group, of_owners, len(sides), one_by_one))
+            found = [*itertools.zip_longest(*(chunks(of_owner, limit) for of_owner in owned), fillvalue=[])]
+            reusing = reused(found, reuse_room // len(of_groups)) if reuse and group.process_group else []
+            for index, of_owners in enumerate(found):
+                reuses = reuse if index in reusing else {}
+                self._buckets.append(_Bucket(group, of_owners, len(sides), one_by_one, reuses, apart))
 
     @torch.no_grad()
     def run(
@@ -112,10 +123,11 @@ class Plan:
             room = bucket.run(side, function, *shards, room)
 
     def forget(self) -> None:
-        """Drop what the batches keep."""
+        """Drop what the batches keep. Every rank calls it, or none."""
         for bucket in self._buckets:
+            bucket.has_run = False
             for batch in bucket.batches:
-                batch.kept = None
+                batch.kept, batch.reused = None, {}
 
 
 class RecentPlans:
@@ -152,6 +164,8 @@ class _Batch:
     def __init__(self, matrices: list[Matrix]) -> None:
         self.matrices, self.settings = matrices, matrices[0].settings
         self.kept: Any = None
+        self.reused: dict[int, Tensor] = {}
+        """by the input of other functions"""
 
 
 class _Bucket:
@@ -160,7 +174,15 @@ class _Bucket:
     Sides: the inputs of the first function, its outputs, the inputs of the second, and so on.
     """
 
-    def __init__(self, group: Group, of_owners: Sequence[list[Matrix]], sides: int, one_by_one: bool) -> None:
+    def __init__(
+        self,
+        group: Group,
+        of_owners: Sequence[list[Matrix]],
+        sides: int,
+        one_by_one: bool,
+        reuse: Mapping[int, int],
+        apart: bool,
+    ) -> None:
         def pieces(side: int, owner: int, holder: int) -> list[Piece]:
             # an owner gets each input once; every replica gets results
             nearest_to = owner if side % 2 == 0 else None
@@ -170,7 +192,9 @@ class _Bucket:
         for matrix in of_owners[group.rank]:
             alike[matrix if one_by_one else (matrix.settings, *matrix.shapes)].append(matrix)
         self.batches = [_Batch(matrices) for matrices in alike.values()]
-        self.group, ranks = group.process_group, range(len(of_owners))
+        self.group, ranks, self._reuse, self._apart = group.process_group, range(len(of_owners)), reuse, apart
+        self.has_run = False
+        """whether every owner has what it reuses"""
         # of each input side; results are sent wherever there is a group
         self.sends = {s: any(m.is_sharded(s) for m in itertools.chain(*of_owners)) for s in range(0, sides, 2)}
         # For each side: the pieces that this rank holds, a list for each owner; and the pieces of the matrices that it owns,
@@ -186,16 +210,24 @@ class _Bucket:
         outputs: Sequence[Sequence[Tensor]],
         room: int | None,  # bytes; None: functions keep nothing
     ) -> int | None:  # the room that is left
-        shards = [inputs[p.matrix.item][p.tensor][p.where] for p in itertools.chain(*self.held[side])]
+        known = self._reuse if side and self.has_run else {}
+        held, owned = (
+            [[p for p in part if p.tensor not in known] for part in of[side]] for of in (self.held, self.owned)
+        )
+        shards = [inputs[p.matrix.item][p.tensor][p.where] for p in itertools.chain(*held)]
         like = inputs[0][0]
         if self.sends[side]:
-            shards = self._exchange(shards, self.held[side], self.owned[side], like)
+            shards = self._exchange(shards, held, owned, like)
         # Otherwise every owner holds its inputs whole, and these shards are what it would receive.
-        batches = self._assemble(side, shards, like)
+        batches = self._assemble(side, shards, [*itertools.chain(*owned)], like, known)
         results = []
         for batch in self.batches:
             kept = [] if batch.kept is None else [batch.kept]
-            found = [*function(batch.settings, *batches.pop(0), *kept)]  # pop frees the memory of a batch
+            given = batches.pop(0)  # pop frees the memory of a batch
+            found = [*function(batch.settings, *given, *kept)]
+            if not side:
+                batch.reused = {other: [*given, *found][mine] for other, mine in self._reuse.items()}
+            del given
             if room is not None:
                 keep = found.pop()
                 size = sum(tensor.nbytes for tensor in tree_leaves(keep) if isinstance(tensor, Tensor))
@@ -212,21 +244,33 @@ class _Bucket:
         if blocks:
             places = [outputs[p.matrix.item][p.tensor][p.where] for p in itertools.chain(*self.held[side + 1])]
             torch._foreach_copy_(places, blocks)
+        self.has_run = self.has_run or not side
         return room
 
-    def _assemble(self, side: int, received: list[Tensor], like: Tensor) -> list[list[Tensor]]:
-        """Assemble the received pieces into the batches of this rank."""
-        if not self.sends[side] and all(len(batch.matrices) == 1 for batch in self.batches):  # not copied
-            views = iter([shard[None] for shard in received])
-            return [[next(views) for _ in batch.matrices[0].shapes[side]] for batch in self.batches]
-        batches = [
-            [like.new_empty(len(batch.matrices), *shape) for shape in batch.matrices[0].shapes[side]]
-            for batch in self.batches
-        ]
-        tensors = self._by_matrix(batches)
-        if received:
-            places = [tensors[p.matrix][p.tensor][p.slices] for p in itertools.chain(*self.owned[side])]
-            torch._foreach_copy_(places, received)
+    def _assemble(
+        self, side: int, received: list[Tensor], pieces: list[Piece], like: Tensor, known: Mapping[int, int]
+    ) -> list[list[Any]]:
+        """Assemble the received pieces into the batches of this rank, beside what these know."""
+        parts: dict[tuple[Matrix, int], list[tuple[Piece, Tensor]]] = defaultdict(list)
+        for piece, block in zip(pieces, received, strict=True):
+            parts[piece.matrix, piece.tensor].append((piece, block))
+        batches: list[list[Any]] = [[] for _ in self.batches]
+        places, blocks = [], []
+        for batch, tensors in zip(self.batches, batches, strict=True):
+            for index, shape in enumerate(batch.matrices[0].shapes[side]):
+                of_each = [parts[matrix, index] for matrix in batch.matrices]
+                if index in known:
+                    tensors.append(batch.reused[index])
+                elif not self.sends[side] and (len(of_each) == 1 or (self._apart and len(shape) == 2)):
+                    views = [block[None] for ((_, block),) in of_each]
+                    tensors.append(views if len(views) > 1 else views[0])
+                else:
+                    tensors.append(like.new_empty(len(of_each), *shape))
+                    for tensor, of_one in zip(tensors[-1], of_each, strict=True):
+                        places += [tensor[piece.slices] for piece, _ in of_one]
+                        blocks += [block for _, block in of_one]
+        if blocks:
+            torch._foreach_copy_(places, blocks)
         return batches
 
     def _exchange(

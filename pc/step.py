@@ -35,6 +35,8 @@ from pc.weight import Tensors, gamma_values, require_precision
 
 # The most that a rank keeps from `write` to `pull_back`; it recomputes the rest. Both need more while they run.
 KEPT_BYTES = 256 * 2**20
+# The most bytes of W that an owner keeps from `write` to `pull_back`, so that they are sent once; other W is sent twice.
+KEPT_W_BYTES = 512 * 2**20
 # Of the norm of PC(W), as loaded: four times what tf32 changes (docs/performance.md#precision).
 TOLERANCE = 2e-3
 
@@ -132,7 +134,17 @@ class Step:
         )
         splits = [self._splits[name] for name in weights]
         costs = [split.cost for split in splits]
-        return Plan(*write, splits, costs, sharing, others=[pull_back], room=KEPT_BYTES)
+        return Plan(
+            *write,
+            splits,
+            costs,
+            sharing,
+            others=[pull_back],
+            room=KEPT_BYTES,
+            reuse={0: 0, 2: 1, 3: 5, 4: 6},  # W, gamma, and the new u and v
+            reuse_room=KEPT_W_BYTES,
+            apart=True,
+        )
 
 
 # --- what tensors tell of a step, as numbers on the device: nothing here waits for it, or asks other ranks

@@ -46,17 +46,23 @@ def _muon(model):
     return pc.Muon(hidden, lr=1e-3, adjust_lr_fn="match_rms_adamw")
 
 
+def _pull_back_after_a_load(preconditioner):
+    preconditioner.note_loaded()
+    preconditioner.pull_back()
+
+
 @pytest.mark.parametrize(
     "prepare, action, shapes, input_bytes, output_bytes, layout",
     [
-        # W and the gradient of PC(W) go to the owner, that of W comes back
-        (_with_pc, Preconditioner.pull_back, [(D, D), *FFN] * LAYERS, 8, 4, []),
+        # the gradient of PC(W) goes to the owner, which has kept W, and that of W comes back
+        (_with_pc, Preconditioner.pull_back, [(D, D), *FFN] * LAYERS, 4, 4, []),
+        (_with_pc, _pull_back_after_a_load, [(D, D), *FFN] * LAYERS, 8, 4, []),
         # context parallelism shards weights too
         (_with_pc, Preconditioner.write_pc, [(D, D), *FFN] * LAYERS, 4, 4, CP2),
         # updates are sent in bfloat16
         (_muon, pc.Muon.step, [*[(D, D)] * 4, *FFN] * LAYERS, 2, 2, []),
     ],
-    ids=["pull back", "write_pc, CP2 x FSDP4", "Muon"],
+    ids=["pull back", "pull back, nothing kept", "write_pc, CP2 x FSDP4", "Muon"],
 )
 def test_collectives_bytes_and_operations(prepare, action, shapes, input_bytes, output_bytes, layout):
     elements = [math.prod(shape) for shape in shapes]
