@@ -1,7 +1,9 @@
 """What a run begins with, and what refuses it: with a checkpoint that is a table of its values, and no model."""
 
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import call, create_autospec
 
 import pytest
@@ -17,6 +19,7 @@ from pc_recipe.config import write_config as write_resolved
 from pc_recipe.data.manifest import Manifest
 from pc_recipe.train import start
 from pc_recipe.train.checkpoint import Checkpoints
+from pc_recipe.train.llama2 import model_args_of
 from pc_recipe.train.optimizers import Optimizers
 
 SHAPES = {"norm.weight": (24,), "w.weight": (3, 2), "w.weight_orig": (3, 2), "w.weight_u": (3,)}
@@ -150,6 +153,24 @@ def test_a_new_run_starts_from_plain_weights(config_of, tokenizer, preserved, ho
     if how != "baseline":
         assert optimizers.preconditioner.mock_calls == ([call.restart()] if how == "raw" else [])
     assert manager.states["method"] != "the checkpoint's"
+
+
+def test_a_new_run_starts_from_a_hugging_face_folder(config_of, tokenizer, preserved, tmp_path, monkeypatch):
+    """`hf_folder.require_initial_load` reads its settings; unit/evaluate tests that."""
+    asked: list = []
+    required = SimpleNamespace(require_initial_load=lambda *given: asked.append(given))
+    monkeypatch.setitem(sys.modules, "pc_recipe.checkpoints.hf_folder", required)
+    (tmp_path / "config.json").write_text(json.dumps({"tokenizer": tokenizer}))
+    words = ["--checkpoint.initial_load_path", str(tmp_path), "--checkpoint.initial_load_in_hf", "true"]
+    # its weights alone are there, whatever the next key says
+    config = config_of(*words, "--checkpoint.initial_load_model_only", "false")
+    loaded, manager, optimizers = _load(config)
+    assert loaded == tmp_path and manager.read.mock_calls == [call(tmp_path, model_only=True)]
+    assert asked == [(tmp_path, model_args_of(config))]
+    assert preserved == [["the model"]] and not optimizers.preconditioner.mock_calls
+    (tmp_path / "config.json").write_text(json.dumps({"tokenizer": OTHER}))
+    with pytest.raises(UserError, match="checkpoint.initial_load_path = .* belongs to tokenizer 'another'"):
+        _load(config)
 
 
 def test_weights_of_another_model_or_tokenizer_do_not_start_a_run(config_of, tokenizer):

@@ -383,9 +383,10 @@ def test_a_validation_is_left_out_when_a_run_stops_before_its_last_step(enable, 
 def test_the_first_step_of_a_start_ends_with_the_timeouts():
     made = _made(_has_stepped=False, _set_timeouts=mock.Mock())
     made.metrics_processor.progress = create_autospec(Progress, instance=True)
-    for _ in range(2):
-        made._end_step()
-    made._set_timeouts.assert_called_once_with()
+    made._end_step()
+    assert made._set_timeouts.mock_calls == [call()]
+    made._end_step()
+    assert made._set_timeouts.mock_calls == [call()]
     assert made.metrics_processor.progress.show.mock_calls == [call(3), call(3)]
 
 
