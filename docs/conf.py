@@ -10,7 +10,7 @@ sys.path.insert(0, str(ROOT))
 
 ORDER = {
     "Start": ["docs/should-i", "docs/own-text"],
-    "PC in your code": ["docs/library", "docs/loops", "docs/models", "docs/owner", "docs/reference"],
+    "PC in your code": ["docs/library", "docs/loops", "docs/owner", "docs/reference"],
     "Runs": ["docs/configuration", "docs/launch", "docs/evaluation"],
     "Studies": [
         "docs/method",
@@ -19,7 +19,7 @@ ORDER = {
         "docs/comparing",
         "docs/reproduce",
     ],
-    "Costs and limits": ["docs/performance", "docs/parallelism", "SECURITY"],
+    "Costs and limits": ["docs/performance", "SECURITY"],
     "The code": ["CONTRIBUTING", "tests/README", "benchmarks/README", "findings/README", "CHANGELOG"],
     "Records": ["results/README", "results/*/README", "experiments/*/README"],
 }

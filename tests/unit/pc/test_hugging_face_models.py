@@ -1,4 +1,4 @@
-"""The model classes in the table of docs/models.md, as unmodified models of transformers at toy size."""
+"""The model classes in the table of docs/library.md, as unmodified models of transformers at toy size."""
 
 import math
 import re
@@ -203,7 +203,7 @@ def make_without_memory(name):
 
 @pytest.mark.soak
 def test_language_models_that_attach_at_once(capsys):
-    """All of transformers with default blocks: each attaches, or a line says what to add. docs/models.md has the names."""
+    """All of transformers with default blocks: each attaches, or a line says what to add. docs/library.md has the names."""
     tables = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
     found = {}
     for name in sorted({name for table in tables for name in table.values() if isinstance(name, str)}):
@@ -216,7 +216,7 @@ def test_language_models_that_attach_at_once(capsys):
                 found[name] = "splits printed" if "splits={" in f"{text}{error}" else "no such block"
     with capsys.disabled():
         print(Counter(found.values()), "attached:", *(name for name, result in found.items() if result == "attached"))
-    document = (ROOT / "docs/models.md").read_text()
+    document = (ROOT / "docs/library.md").read_text()
     names = re.search(r"attach at once:(.*?)\. Every other", document, re.DOTALL)[1].replace("\n", " ").split(", ")
     short = {
         re.sub("ForCausalLM|ForMaskedLM|LMHeadModel", "", name) for name, how in found.items() if how == "attached"
