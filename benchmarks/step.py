@@ -105,7 +105,7 @@ def register_specs() -> None:
     )
     register_train_spec("benchmark_stock", stock)
     in_graph = dataclasses.replace(
-        ours, parallelize_fn=lambda model, dims, titan: parallelize(_in_graph(model, titan.ours), dims, titan.ours)
+        ours, parallelize_fn=lambda model, dims, titan: parallelize(_in_graph(model, titan.ours), dims, titan)
     )
     register_train_spec("benchmark_in_graph", in_graph)
 

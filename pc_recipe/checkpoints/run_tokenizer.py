@@ -19,6 +19,7 @@ from pc_recipe.data.manifest import Manifest
 from pc_recipe.data.tokenizer_formats import FILE
 from pc_recipe.data.tokenizers import SENTENCEPIECE, Tokenizer, load_tokenizer
 from pc_recipe.files import look, record
+from pc_recipe.files.places import run_of
 from pc_recipe.files.record import Malformed, Tables
 from pc_recipe.files.run_folder import read_environment
 
@@ -52,7 +53,7 @@ def of_run(checkpoint: CheckpointFolder, given: str | None = None) -> Tokenizer:
     Raises:
         UserError: it is gone, or is not the one that the checkpoint names.
     """
-    run, saved = checkpoint.path.parent.parent, read_tokenizer(checkpoint)
+    run, saved = run_of(checkpoint.path), read_tokenizer(checkpoint)
     if given is None or not saved:
         try:
             own = load_tokenizer(run / FOLDER) if look.is_there(run / FOLDER) else data_of(run).load_tokenizer()

@@ -4,6 +4,7 @@
 Sections and keys have TorchTitan's names. TorchTitan's keys that this trainer does not read are left out.
 """
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, StringConstraints
@@ -273,6 +274,11 @@ class Config(Section):
     _origin: str = (
         ""  # comments that name the files and overrides that it was read from (`pc_recipe.config.inheritance`)
     )
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder (`pc_recipe.files.run_folder`)."""
+        return Path(self.job.dump_folder)
 
     @property
     def compiles_loss(self) -> bool:

@@ -142,7 +142,7 @@ class GlobalOrderLoader(Stateful):
         skip: Sequence[str] = (),
     ) -> None:
         weights = path if isinstance(path, Mapping) else {str(path): 1.0}
-        manifests = [Manifest.read(folder) for folder in weights]
+        self.manifests = manifests = [Manifest.read(folder) for folder in weights]
         require_different(manifests)
         for manifest in manifests:
             self._require_usable(manifest, manifests[0], split, vocab_size)

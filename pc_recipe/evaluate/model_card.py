@@ -64,7 +64,7 @@ def model_card(
 
     Text from run and data folder may be other people's, so it is escaped for Markdown.
     """
-    sources = _sources(run.path.parent.parent)
+    sources = _sources(run.run)
     header: dict[str, Any] = {
         "license": "unknown",  # the publisher's choice; the Hub asks for one
         "library_name": "transformers",
@@ -74,10 +74,9 @@ def model_card(
     if of_hub := [source for source in sources if HUB_DATASET.fullmatch(source) and not look.is_there(source)]:
         header["datasets"] = of_hub
     # the first config, because only the run's start counts
-    initial_path = read_first_config(run.path.parent.parent).get("checkpoint", {}).get("initial_load_path")
+    initial_path = read_first_config(run.run).get("checkpoint", {}).get("initial_load_path")
     environment = _describe_environment(run)
     shape, parameters = model.config, f"{model.num_parameters():,} parameters ({dtype})"
-    folder = run.path.parent.parent
     rows = [
         ("base", f"continued from {_shown(initial_path)}" if initial_path else "none: pre-trained from scratch"),
         ("size", f"{parameters}, {shape.num_hidden_layers} layers, width {shape.hidden_size}"),
@@ -92,7 +91,7 @@ def model_card(
     table = f"\n## Scores\n\n{Path(scores).read_text()}" if scores else ""
     return (
         f"---\n{yaml.safe_dump(header, sort_keys=False)}---\n\n"
-        f"# {_shown(folder.name)}, step {run.step}\n\n{markdown.table(('', ''), rows)}{_USE}{table}"
+        f"# {_shown(run.run.name)}, step {run.step}\n\n{markdown.table(('', ''), rows)}{_USE}{table}"
         f"\n## Training configuration\n\n```toml\n{tomli_w.dumps(without_folders(run.config))}```\n"
     )
 
@@ -144,7 +143,7 @@ def _describe_method(run: RunCheckpoint) -> str:
 
 def _read_logged(run: RunCheckpoint) -> list[tuple[str, str]]:
     """The last tokens and losses that the run logged up to this step; none without a log."""
-    lines = read_log(run.path.parent.parent).lines
+    lines = read_log(run.run).lines
     last = {key: value for line in lines if line["step"] <= run.step for key, value in line.items()}
     keys = [key for key in ("loss", VALIDATION) if isinstance(last.get(key), float)]
     rows = [(key.replace("_", " "), f"{last[key]:.4f}") for key in keys]
@@ -152,7 +151,7 @@ def _read_logged(run: RunCheckpoint) -> list[tuple[str, str]]:
 
 
 def _describe_environment(run: RunCheckpoint) -> str:
-    environment = read_environment(run.path.parent.parent)
+    environment = read_environment(run.run)
     if not environment:
         return ""
     return f" (world size {_shown(environment.get('world_size'))}, commit {_shown(environment.get('commit'))})"

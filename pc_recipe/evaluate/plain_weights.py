@@ -18,6 +18,7 @@ from pc_recipe.config import Config
 from pc_recipe.config.inheritance import validated
 from pc_recipe.config.pc_section import PC
 from pc_recipe.files import record
+from pc_recipe.files.places import run_of
 from pc_recipe.files.run_folder import find_newest_checkpoint
 from pc_recipe.train.llama2 import Llama2Args, model_args_of
 
@@ -43,6 +44,11 @@ class RunCheckpoint:
     @property
     def path(self) -> Path:
         return self.folder.path
+
+    @property
+    def run(self) -> Path:
+        """The run's folder."""
+        return run_of(self.path)
 
     @property
     def step(self) -> int:
@@ -76,7 +82,7 @@ def load(path: str | Path) -> RunCheckpoint:
 
 def _read_run_config(checkpoint: Path) -> tuple[dict[str, Any], Config]:
     """config.toml, and those of its keys that say what the weights are; others may be of an older version."""
-    path = checkpoint.parent.parent / "config.toml"
+    path = run_of(checkpoint) / "config.toml"
     config = record.read(path, record.Tables) or {}
     read: dict[str, Any] = {name: config[name] for name in ("model", "training", "pc") if name in config}
     if isinstance(training := read.get("training"), dict):

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from pc.errors import UserError
 from pc_recipe.files import look
+from pc_recipe.files.places import checkpoints_of
 
 
 def require_plain(folder: Path) -> None:
@@ -13,7 +14,7 @@ def require_plain(folder: Path) -> None:
     Writing to a link changes its target, and reading from a pipe never ends. `checkpoint` may be a link to a larger disk,
     but not into another run; in its target, only checkpoints change.
     """
-    disk = folder / "checkpoint"
+    disk = checkpoints_of(folder)
     for place in (folder, disk) if look.is_link(disk) else (folder,):
         for entry in look.everything_in(place):
             if entry.is_symlink():

@@ -13,6 +13,7 @@ from pc.errors import UserError
 from pc_recipe.files import look, record
 from pc_recipe.files.atomic import write_atomically
 from pc_recipe.files.lock import is_locked
+from pc_recipe.files.places import checkpoints_of, run_of
 from pc_recipe.files.record import Malformed, Tables
 from pc_recipe.files.run_log import find_last_step
 
@@ -61,17 +62,17 @@ def read_state(folder: Path) -> RunState:
     return replace(state, state="interrupted") if state.state == "running" and not locked else state
 
 
-def write_state(folder: str | Path, state: State, step: int, steps: int, reason: str = "") -> None:
+def write_state(folder: Path, state: State, step: int, steps: int, reason: str = "") -> None:
     """`state` is running, stopped, finished, failed or diverged."""
-    write_atomically(Path(folder) / _STATUS, json.dumps(asdict(RunState(state, step, steps, reason))) + "\n")
+    write_atomically(folder / _STATUS, json.dumps(asdict(RunState(state, step, steps, reason))) + "\n")
 
 
-def write_failure(folder: str | Path, reason: str, step: int = 0, state: State = "failed") -> None:
+def write_failure(folder: Path, reason: str, step: int = 0, state: State = "failed") -> None:
     """Mark the run as `state`, "failed" or "diverged", unless it finished or diverged before.
 
     A later attempt in its folder, or another rank, may fail in another way. step: used if it is after that in status.json.
     """
-    known = read_state(Path(folder))
+    known = read_state(folder)
     if known.state not in ("finished", "diverged"):
         write_state(folder, state, max(step, known.step), known.steps, reason)
 
@@ -138,7 +139,7 @@ def require_no_other_run(run: Path, resolved: dict) -> None:
     A run with the same config may be repeated.
     """
     other = find_last_step(run) and _read_other_config(run / "config.toml", resolved)
-    if list_checkpoints(run / "checkpoint") or other:
+    if list_checkpoints(checkpoints_of(run)) or other:
         raise UserError(
             f"{run} holds another run, which checkpoint.enable = false does not continue; give another --job.dump_folder"
         )
@@ -205,12 +206,12 @@ def list_complete(folder: str | Path) -> dict[int, Path]:
 
 def find_newest_checkpoint(run: Path) -> Path | None:
     """The newest complete checkpoint in a run's folder, without verifying its checksums."""
-    return next(reversed(list_complete(run / "checkpoint").values()), None)
+    return next(reversed(list_complete(checkpoints_of(run)).values()), None)
 
 
 def find_newest_step(run: Path) -> int:
     """Step of `find_newest_checkpoint`; 0 if there is none."""
-    return next(reversed(list_complete(run / "checkpoint")), 0)
+    return next(reversed(list_complete(checkpoints_of(run))), 0)
 
 
 def parse_model(text: str) -> tuple[str, Path]:
@@ -220,5 +221,5 @@ def parse_model(text: str) -> tuple[str, Path]:
         raise UserError(f"{text}: no such model; expected a run, a checkpoint (RUN/checkpoint/step-N) or an export")
     model = find_newest_checkpoint(Path(path)) or Path(path)
     whole = model.resolve()
-    is_step = whole.parent.name == "checkpoint"
-    return name or (f"{whole.parent.parent.name} {whole.name}" if is_step else whole.name), model
+    run = run_of(whole)
+    return name or (f"{run.name} {whole.name}" if whole.parent == checkpoints_of(run) else whole.name), model

@@ -90,7 +90,7 @@ def check_settings(config: Config) -> CheckResult:
     _try(result, require_wandb, config)
     if has_finished(config):
         _check_finished(result, config)
-    elif config.checkpoint.enable and find_newest_checkpoint(Path(config.job.dump_folder)):
+    elif config.checkpoint.enable and find_newest_checkpoint(config.folder):
         _check_resume(result, config)
     elif config.checkpoint.enable:
         result.start = config.checkpoint.initial_load_path
@@ -231,13 +231,13 @@ def _check_steps(result: CheckResult, config: Config) -> None:
 
 def has_finished(config: Config) -> bool:
     """Whether the run in this config's folder has trained all its steps before."""
-    folder = Path(config.job.dump_folder)
+    folder = config.folder
     state = read_state(folder)  # names of checkpoints alone may be wrong; some may have been moved out to go back
     return state.state == "finished" and state.step == find_newest_step(folder) == config.training.steps
 
 
 def _check_finished(result: CheckResult, config: Config) -> None:
-    folder = Path(config.job.dump_folder)
+    folder = config.folder
     earlier = _try(result, load_config, folder / "config.toml")
     if earlier and (changed := run_key.differing_keys(result_key(earlier), result_key(config))):
         result.add_error(f"{folder} has finished with another {', '.join(changed)}; give another --job.dump_folder")
@@ -245,7 +245,7 @@ def _check_finished(result: CheckResult, config: Config) -> None:
 
 def _check_resume(result: CheckResult, config: Config) -> None:
     """Whether the run in this config's folder can continue with these weights; the trainer checks its checkpoint again."""
-    folder = Path(config.job.dump_folder)
+    folder = config.folder
     before, now = run_key.weights_key(read_config(folder) or config), run_key.weights_key(config)
     for key in run_key.differing_keys(before, now)[:1]:
         result.add_error(

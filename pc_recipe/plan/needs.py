@@ -104,7 +104,7 @@ def data_on_disk(folder: str, tokens: float, bytes_per_token: int) -> OnDisk:
 
 def checkpoints_on_disk(config: Config, sizes: memory.Sizes) -> OnDisk:
     """The checkpoints of a whole run at its end."""
-    folder, size = Path(config.job.dump_folder), memory.estimate_checkpoint_bytes(config, sizes)
+    folder, size = config.folder, memory.estimate_checkpoint_bytes(config, sizes)
     kept = _count_kept_checkpoints(config.checkpoint, config.training.steps)
     return OnDisk(folder, size * kept, "checkpoints", f"{folder}, {kept} x {size / memory.GIB:.2f}")
 

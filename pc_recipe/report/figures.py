@@ -11,6 +11,7 @@ from pc.report import page
 from pc.report.read import of_tensors
 from pc.report.terminal import announce_and_watch
 from pc_recipe.config import read_config
+from pc_recipe.files.places import run_of
 from pc_recipe.files.run_log import RunLog, read_logs
 from pc_recipe.pages.plots import label_tokens, legend_below, save, subplots
 from pc_recipe.report import settings, spectra
@@ -26,7 +27,7 @@ def draw_spectra(sources: Sequence[Path], output: Path, layers: Sequence[int] | 
         by_name[name] = spectra.compute(checkpoint, layers)
         layers = layers or sorted({layer for layer, _ in by_name[name]})  # the first one's, for all
     print(spectra.plot(by_name, output))
-    runs = [spectra.run_folder_of(checkpoint) for checkpoint in checkpoints.values()]
+    runs = [run_of(checkpoint) for checkpoint in checkpoints.values()]
     try:
         print(plot_gmcn(read_logs(runs), output))
     except UserError as error:  # the other figure is there

@@ -13,6 +13,7 @@ from pc.errors import UserError
 from pc.report.draw import histogram
 from pc.spectral import singular_values
 from pc_recipe.evaluate import plain_weights
+from pc_recipe.files.places import run_of
 from pc_recipe.files.run_folder import find_newest_checkpoint, step_of
 from pc_recipe.files.run_log import unique_names
 from pc_recipe.pages.plots import legend_below, save, subplots
@@ -31,14 +32,9 @@ def checkpoints_of(sources: Sequence[Path]) -> dict[str, Path]:
     checkpoints of a run are given.
     """
     checkpoints = list(dict.fromkeys(map(_checkpoint_of, sources)))
-    runs = list(map(run_folder_of, checkpoints))
+    runs = list(map(run_of, checkpoints))
     names = zip(unique_names(runs), runs, checkpoints, strict=True)
     return {name if runs.count(run) == 1 else f"{name}/{path.name}": path for name, run, path in names}
-
-
-def run_folder_of(checkpoint: Path) -> Path:
-    """The run's folder of RUN/checkpoint/step-N."""
-    return checkpoint.parent.parent
 
 
 def _checkpoint_of(source: Path) -> Path:

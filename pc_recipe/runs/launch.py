@@ -18,6 +18,7 @@ from pc_recipe.config import Config, write_config
 from pc_recipe.files import look
 from pc_recipe.files.lock import join_lock
 from pc_recipe.files.own_code import own_code
+from pc_recipe.files.places import PENDING
 from pc_recipe.plan.installed import require_compiler, require_wandb
 from pc_recipe.runs.nodes import Nodes
 
@@ -202,11 +203,11 @@ def build_command(
         UserError: the config needs a compiler or wandb, which this machine lacks.
     """
     require_compiler(config)
-    folder = Path(config.job.dump_folder)
-    write_config(config, folder / "pending.toml")
+    folder = config.folder
+    write_config(config, folder / PENDING)
     rendezvous, meeting = nodes.rendezvous()
     environment = _wandb_environment(config) | build_environment(processes) | meeting
-    trainer = ["-m", TRAINER, str(folder / "pending.toml")]
+    trainer = ["-m", TRAINER, str(folder / PENDING)]
     if processes == nodes.count == 1 and not under_torchrun:
         alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
         return [sys.executable, *trainer], environment | alone
@@ -221,7 +222,7 @@ def _wandb_environment(config: Config) -> dict[str, str]:
     require_wandb(config)
     if not config.metrics.enable_wandb:
         return {}
-    folder = Path(config.job.dump_folder)
+    folder = config.folder
     with join_lock(folder) as file:  # nothing writes to it, so its modification time is the run's first start
         first = f"{folder.resolve()} {os.fstat(file.fileno()).st_mtime_ns}"
     names = {"WANDB_PROJECT": "pc-layer", "WANDB_RUN_NAME": str(folder).removeprefix("outputs/")}

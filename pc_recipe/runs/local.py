@@ -35,7 +35,7 @@ def main() -> None:
     if requested := launch.requested_processes():  # otherwise torch counts GPUs, which takes seconds
         check_layout(report, requested * nodes.count)
     report.raise_errors()
-    folder = Path(config.job.dump_folder)
+    folder = config.folder
     if has_finished(config):
         print(
             f"{folder} has finished before. To train on, raise training.steps; to train anew, give another "

@@ -8,6 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from pc_recipe.files import look
+from pc_recipe.files.places import checkpoints_of
 from pc_recipe.files.run_folder import find_newest_checkpoint, read_state
 from pc_recipe.files.run_log import METRICS_FILE, VALIDATION, read_log
 
@@ -48,7 +49,7 @@ def _list_next_commands(run: Path, checkpoint: Path | None) -> list[str]:
     )
     folder = shlex.quote(str(run))
     names = look.names(run)
-    parts = [name for name in ("checkpoint", METRICS_FILE, "tb") if name in names]
+    parts = [name for name in (checkpoints_of(run).name, METRICS_FILE, "tb") if name in names]
     commands = [f"{python} scripts/report.py {folder}    # and other runs, to compare"]
     if checkpoint is not None:
         commands.append(f"{python} scripts/export_hf.py {folder} {folder}/hugging_face/{checkpoint.name}")

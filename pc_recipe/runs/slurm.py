@@ -63,7 +63,7 @@ def submit_run(config: str, overrides: Sequence[str], allocation: Allocation, qu
         allocation.require_time(hours, config)
         report.facts.append(("time limit", allocation.describe_limit(hours)))
     print(report.text(), flush=True)
-    folder = Path(report.config.job.dump_folder)
+    folder = report.config.folder
     options = [f"--job-name={folder.name}", *allocation.sbatch_options()]
     if not queues:
         return shlex.join(job_command(folder, options, [config, *overrides]))

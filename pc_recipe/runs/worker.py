@@ -12,9 +12,9 @@ from pc.command import DISK_ERRORS, describe_end, print_plainly
 from pc.errors import UserError
 from pc_recipe.checkpoints import run_tokenizer
 from pc_recipe.config import Config, load_config, run_key, write_config
-from pc_recipe.data.manifest import Manifest
 from pc_recipe.files.errors import DiskFailed
 from pc_recipe.files.lock import join_lock
+from pc_recipe.files.places import PENDING
 from pc_recipe.files.run_folder import keep_earlier_config, read_first_config, write_failure
 from pc_recipe.runs.nodes import meet_privately
 from pc_recipe.train.console import start_logging
@@ -27,7 +27,7 @@ REFUSALS = PermissionError, IsADirectoryError, NotADirectoryError, FileExistsErr
 meet_privately()  # not in `main`, because a process that torch spawns imports this module alone
 
 
-def end_with(error: BaseException, folder: str | None, step: int, rank: int) -> None:
+def end_with(error: BaseException, folder: Path | None, step: int, rank: int) -> None:
     """Write to status.json why the run ends; exit with a one-line message if the cause is a `UserError`, not a bug.
 
     Args:
@@ -55,7 +55,7 @@ def main() -> None:
     config: Config | None = None
     try:
         config = load_config(path, overrides)
-        folder = Path(config.job.dump_folder)
+        folder = config.folder
         lock_file = join_lock(folder)  # noqa: F841
         trainer = Trainer(config)
 
@@ -70,19 +70,19 @@ def main() -> None:
                 begun = run_key.as_begun(config, first)
             keep_earlier_config(folder, begun.model_dump(exclude_unset=True), step)
             write_config(begun, folder / "config.toml")
-            data = Manifest.read(next(iter(config.data.folders)))
-            write_environment(folder, config, dist.get_world_size(), step, run_tokenizer.describe(data))
-            for path in config.data.folders | config.data.validation_folders:
-                Manifest.read(path).pin()
-            run_tokenizer.keep(folder, data)
-            (folder / "pending.toml").unlink(missing_ok=True)
+            data = trainer.dataloader.manifests
+            write_environment(folder, config, dist.get_world_size(), step, run_tokenizer.describe(data[0]))
+            for manifest in [*data, *(trainer.validator.manifests if config.validation.enable else ())]:
+                manifest.pin()
+            run_tokenizer.keep(folder, data[0])
+            (folder / PENDING).unlink(missing_ok=True)
 
         trainer.train(record)
         trainer.close()
     except BaseException as error:
         if trainer is not None:
             trainer.checkpointer.end_save()
-        end_with(error, config.job.dump_folder if config else None, trainer.step if trainer else 0, rank)
+        end_with(error, config.folder if config else None, trainer.step if trainer else 0, rank)
         if trainer is not None:
             trainer.close()
         raise

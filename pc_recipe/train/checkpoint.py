@@ -26,6 +26,7 @@ from pc_recipe.checkpoints.writer import ChecksummedWriter
 from pc_recipe.config.schema import Checkpoint
 from pc_recipe.files import look, run_folder
 from pc_recipe.files.errors import DiskFailed, ReadFailed
+from pc_recipe.files.places import checkpoints_of
 from pc_recipe.train.optimizers import Optimizers
 
 T = TypeVar("T")
@@ -43,6 +44,8 @@ def plain_keys(state: dict[str, Any]) -> dict[str, Any]:
 class Checkpoints(CheckpointManager):
     """TorchTitan's manager of a run's checkpoints."""
 
+    folder: Path  # type: ignore[assignment]  # TorchTitan joins names to it
+
     def __init__(self, **arguments) -> None:
         self.group = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
         """All ranks, on the CPU, so that GPUs do not wait for each other."""
@@ -54,8 +57,9 @@ class Checkpoints(CheckpointManager):
         self._keep_every = config.keep_every
         self._saving: str | None = None
         """The folder of the newest save."""
-        self.folder = arguments["base_folder"]  # set here too, because without checkpoints TorchTitan sets none
         super().__init__(**arguments)
+        self.run = Path(arguments["base_folder"])
+        self.folder = checkpoints_of(self.run)  # without checkpoints TorchTitan sets none
 
     # --- saving -------------------------------------------------------------------------------------
 
@@ -149,11 +153,7 @@ class Checkpoints(CheckpointManager):
 
     def _note_saved(self) -> None:
         if dist.get_rank() == 0:
-            run_folder.note_saved(self._run)
-
-    @property
-    def _run(self) -> Path:
-        return Path(self.folder).parent
+            run_folder.note_saved(self.run)
 
     # --- loading ------------------------------------------------------------------------------------
 
@@ -192,7 +192,7 @@ class Checkpoints(CheckpointManager):
 
     def _list_checkpoints(self) -> list[tuple[Path, bool]]:
         """(folder, whether it was ever complete) of all checkpoints, newest first. The folder must be writable."""
-        Path(self.folder).mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=self.folder):
             pass
         newest_first = reversed(run_folder.list_checkpoints(self.folder).values())
@@ -203,7 +203,7 @@ class Checkpoints(CheckpointManager):
 
         A crash before the first checkpoint, or while it is written, loses nothing that could have been kept.
         """
-        run, state = self._run, run_folder.read_state(self._run)
+        run, state = self.run, run_folder.read_state(self.run)
         saves = run_folder.read_first_config(run).get("checkpoint", {}).get("enable", True)
         was_saved = saves and state.state in ("stopped", "finished") and state.step > 0
         if run_folder.has_saved(run) or was_saved or incomplete > 1:

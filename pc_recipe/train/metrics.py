@@ -17,14 +17,13 @@ from torchtitan.components.metrics import (
     TensorBoardLogger,
     _get_metrics_rank,
 )
-from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
 
-from pc_recipe.config.rank_batches import RankBatches
 from pc_recipe.files import json_lines, look
 from pc_recipe.files.run_log import BITS_PER_BYTE, METRICS_FILE, VALIDATION, describe_seconds, read_log
 from pc_recipe.train import slow_ranks
 from pc_recipe.train.loss_spikes import LossSpikes
+from pc_recipe.train.parallelize import AlwaysSharded
 from pc_recipe.train.progress import Progress
 from pc_recipe.train.upstream_config import JobConfig
 
@@ -84,7 +83,7 @@ class PCMetricsProcessor(MetricsProcessor):
     """What every rank measures: memory in GiB, seconds that no exchange hides (`pc_recipe.train.slow_ranks`), and those of
     PC's two passes."""
 
-    def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims) -> None:
+    def __init__(self, job_config: JobConfig, parallel_dims: AlwaysSharded) -> None:
         super().__init__(job_config, parallel_dims)
         self.config = config = job_config.ours
         self.tokens = 0
@@ -93,7 +92,7 @@ class PCMetricsProcessor(MetricsProcessor):
         """of the current step's sequences in the order of the data"""
         self._json_lines: JsonLinesLogger | None = None
         self._spikes: LossSpikes | None = None
-        self._batches = RankBatches.of(config, parallel_dims.world_size)
+        self._batches = parallel_dims.batches
         self._slow_ranks_sought_at: float | None = None
         self._own_seconds: Any = 0.0  # [ranks, 2]: loading data, output layer; since the last search for slow ranks
         self._paused_at = self.time_last_log
@@ -105,7 +104,7 @@ class PCMetricsProcessor(MetricsProcessor):
             self.gpu_peak_flops = math.nan
         if rank != _get_metrics_rank(parallel_dims, self.job_config):
             return
-        self._json_lines = JsonLinesLogger(Path(config.job.dump_folder, METRICS_FILE), lambda: self.tokens)
+        self._json_lines = JsonLinesLogger(config.folder / METRICS_FILE, lambda: self.tokens)
         loggers = Loggers()
         loggers.add_logger(self._json_lines)
         for one in getattr(self.logger, "_loggers", ()):
@@ -209,7 +208,7 @@ class PCMetricsProcessor(MetricsProcessor):
     def _count_spikes(self, step: int, loss: float) -> dict[str, int]:
         """The number of spikes so far and, where one begins, its data positions, which are also logged."""
         if self._spikes is None:  # a resumed run continues the count
-            self._spikes = _spikes_so_far(Path(self.config.job.dump_folder))
+            self._spikes = _spikes_so_far(self.config.folder)
         before, count = self._spikes.count, self._spikes.update(step, loss)
         if count == before:
             return {"loss_spikes": count}

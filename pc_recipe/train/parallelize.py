@@ -1,6 +1,6 @@
 """Applies PC and TorchTitan's parallelisms to one model, in an order that works."""
 
-from dataclasses import dataclass
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from pc.blocks import matches
 from pc.config import PCConfig
 from pc.targets import clean_name
 from pc_recipe.config import Config
+from pc_recipe.config.rank_batches import RankBatches
 from pc_recipe.config.rules import compiles_model
 from pc_recipe.train.upstream_config import JobConfig
 
@@ -26,12 +27,15 @@ from pc_recipe.train.upstream_config import JobConfig
 SAVED_OPERATIONS: set[Any] = _op_sac_save_list | {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default}
 
 
-@dataclass
 class AlwaysSharded(ParallelDims):
-    """TorchTitan's ParallelDims with FSDP also on one rank.
+    """TorchTitan's ParallelDims with FSDP also on one rank, and with the run's batches.
 
     TorchTitan trains a single rank without FSDP, under autocast, with numerics that differ from those of many ranks.
     """
+
+    def __init__(self, batches: RankBatches) -> None:
+        super().__init__(**asdict(batches.dims), ep=1, etp=1)
+        self.batches = batches
 
     @property
     def fsdp_enabled(self) -> bool:
@@ -41,11 +45,12 @@ class AlwaysSharded(ParallelDims):
         return name == "fsdp" or super()._mesh_exist(name, degree)
 
 
-def parallelize(model: Transformer, parallel_dims: AlwaysSharded, config: Config) -> Transformer:
+def parallelize(model: Transformer, parallel_dims: AlwaysSharded, titan: JobConfig) -> Transformer:
     """Apply tensor and context parallelism, PC, activation checkpointing, compilation per block, FSDP, in this order.
 
     PC comes before the wrappers that hide linear layers. The model, or one pipeline stage of it, is on the meta device.
     """
+    config = titan.ours
     if parallel_dims.tp_enabled:
         apply_tp(
             model,
@@ -66,7 +71,7 @@ def parallelize(model: Transformer, parallel_dims: AlwaysSharded, config: Config
     if config.activation_checkpoint.mode != "none":
         apply_ac(
             model,
-            JobConfig(config).activation_checkpoint,
+            titan.activation_checkpoint,
             model_compile_enabled=compile_model,
             op_sac_save_list=SAVED_OPERATIONS,
         )
@@ -75,7 +80,7 @@ def parallelize(model: Transformer, parallel_dims: AlwaysSharded, config: Config
             # Its output is an in-flight async collective. Torch 2.13 loses the gradient of such an input of a compiled
             # block, silently with FSDP, and the embedding would not train. Any operation, such as clone, waits for it.
             model.tok_embeddings.register_forward_hook(lambda module, inputs, output: output.clone())
-        apply_compile(model, JobConfig(config).compile)
+        apply_compile(model, titan.compile)
     _apply_fsdp(model, parallel_dims, config)
     return model
 

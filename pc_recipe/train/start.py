@@ -22,9 +22,14 @@ from pc_recipe.train.llama2 import model_args_of
 from pc_recipe.train.optimizers import Optimizers
 
 
-def load(config: Config, checkpointer: Checkpoints, optimizers: Optimizers) -> Path | None:
+def load(
+    config: Config, batches: RankBatches, data: Manifest, checkpointer: Checkpoints, optimizers: Optimizers
+) -> Path | None:
     """Load what the run starts from into the states of the checkpointer. All ranks call it; nothing changes before all
     checks have passed.
+
+    Args:
+        data: of the first folder, which has the run's tokenizer.
 
     Returns:
         The folder loaded from; None if there is nothing to load.
@@ -33,8 +38,7 @@ def load(config: Config, checkpointer: Checkpoints, optimizers: Optimizers) -> P
         UserError: a checkpoint of another method, model or optimizer; initial weights that are not plain; or a folder of
             another run.
     """
-    settings, folder = config.checkpoint, Path(config.job.dump_folder)
-    data = Manifest.read(next(iter(config.data.folders)))
+    settings, folder = config.checkpoint, config.folder
     names = run_tokenizer.describe(data)
     method = fingerprint.fingerprint(config.pc, config.model, names)
     checkpointer.states["method"] = dict(method)
@@ -52,7 +56,7 @@ def load(config: Config, checkpointer: Checkpoints, optimizers: Optimizers) -> P
     newest, initial = checkpointer.newest_valid(resume), Path(settings.initial_load_path or "")
     if newest is not None:
         if dist.get_rank() == 0:
-            _say_what_changed(folder, config, optimizers)
+            _say_what_changed(folder, config, batches, optimizers)
     elif not settings.initial_load_path:
         return None
     elif settings.initial_load_in_hf:
@@ -87,13 +91,13 @@ def _take_loaded(config: Config, optimizers: Optimizers, is_plain: bool) -> None
         optimizers.preconditioner.restart()
 
 
-def _say_what_changed(folder: Path, config: Config, optimizers: Optimizers) -> None:
+def _say_what_changed(folder: Path, config: Config, batches: RankBatches, optimizers: Optimizers) -> None:
     """Warn of keys that decide the result and differ from the run's earlier part; of the rate, say how to go back."""
     earlier = read_config(folder) or config
     before, now = all_values(earlier), all_values(config)
     with contextlib.suppress(UserError):  # the earlier number of ranks is not known
         before[BATCH] = RankBatches.of(earlier, read_environment(folder).get("world_size", 0)).sequences
-        now[BATCH] = RankBatches.of(config, dist.get_world_size()).sequences  # which does not raise: it was checked
+        now[BATCH] = batches.sequences
     # other training data are refused, whatever their path
     keys = [key for key, decides, *_ in keys_of(config) if decides == RESULT and key not in (*STARTS, "data.path")]
     keys = [key for key in keys if before[key] != now[key]]

@@ -49,7 +49,7 @@ class _AnySize(dict):
 TRAIN_SPEC = TrainSpec(
     model_cls=Llama2,
     model_args=_AnySize(),
-    parallelize_fn=lambda model, dims, titan: parallelize(model, dims, titan.ours),
+    parallelize_fn=parallelize,
     pipelining_fn=pipeline_llm,
     build_optimizers_fn=lambda model_parts, titan, dims: Optimizers(model_parts, titan.ours),
     build_lr_schedulers_fn=build_schedulers,  # type: ignore[arg-type]  # takes the optimizers made above

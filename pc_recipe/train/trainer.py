@@ -20,9 +20,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from datetime import timedelta
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -116,9 +114,8 @@ class Trainer(torchtitan.train.Trainer):
         world_size = init_distributed(self.job_config.comm, base_folder=self.config.job.dump_folder)
         require_agreement(self.config)
         self._batches = RankBatches.of(self.config, world_size)
-        dims = self._batches.dims
-        rules.require(self.config, dims, on_cpu=cpu.is_cpu())
-        return AlwaysSharded(**asdict(dims), ep=1, etp=1)
+        rules.require(self.config, self._batches.dims, on_cpu=cpu.is_cpu())
+        return AlwaysSharded(self._batches)
 
     # --- a step -------------------------------------------------------------------------------------
 
@@ -262,8 +259,10 @@ class Trainer(torchtitan.train.Trainer):
         Raises:
             UserError: what `start.load` raises; or the loaded step is after the last.
         """
-        folder, last = Path(self.config.job.dump_folder), self.config.training.steps
-        loaded = start.load(self.config, self.checkpointer, self.optimizers)
+        folder, last = self.config.folder, self.config.training.steps
+        loaded = start.load(
+            self.config, self._batches, self.dataloader.manifests[0], self.checkpointer, self.optimizers
+        )
         if self.step > last:
             raise UserError(
                 f"training.steps = {last} is below step {self.step} of {loaded}, which this run continues; raise "
@@ -272,7 +271,7 @@ class Trainer(torchtitan.train.Trainer):
         if dist.get_rank() == 0:
             write_state(folder, "running", self.step, last)
             note_start(folder, self.step)
-            record(self.step if loaded and loaded.parent == folder / "checkpoint" else 0)
+            record(self.step if loaded and loaded.parent == self.checkpointer.folder else 0)
         logger.info(self._describe_start())
         with replaced(torchtitan.train.dist_utils, set_pg_timeouts=_nothing):  # `_set_timeouts` does it
             super().train()

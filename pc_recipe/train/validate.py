@@ -27,9 +27,6 @@ class FixedValidator:
         self._freq, self._last = config.validation.freq, config.training.steps
         section, batch = config.data, config.validation.local_batch_size
         folders = section.validation_folders
-        manifest = Manifest.read(next(iter(folders)))
-        require_same_tokenizer(Manifest.read(next(iter(section.folders))), manifest)
-        self._text_bytes = _text_bytes(manifest)
         self._names = unique_names([Path(folder) for folder in folders])
         self._weights = torch.tensor(list(folders.values()), dtype=torch.float64)
         self._dataloaders = [
@@ -45,6 +42,9 @@ class FixedValidator:
             )
             for folder in folders
         ]
+        self.manifests = [manifest for loader in self._dataloaders for manifest in loader.manifests]
+        require_same_tokenizer(Manifest.read(next(iter(section.folders))), self.manifests[0])
+        self._text_bytes = _text_bytes(self.manifests[0])
 
     def is_due(self, step: int) -> bool:
         """Whether to validate after this step."""

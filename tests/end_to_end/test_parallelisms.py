@@ -94,7 +94,8 @@ def _load_and_go_on(rank, config, overrides):
     from pc_recipe.train import start
 
     trainer = tiny.make_trainer(config, overrides)
-    start.load(trainer.config, trainer.checkpointer, trainer.optimizers)
+    batches, (data,) = trainer.parallel_dims.batches, trainer.dataloader.manifests
+    start.load(trainer.config, batches, data, trainer.checkpointer, trainer.optimizers)
     states = trainer.optimizers.state_dict().items()
     optimizer = {f"optimizer.{key}": whole(value) for key, value in states if isinstance(value, torch.Tensor)}
     state = tiny.state_of(trainer)

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from unittest import mock
 
 import torch
@@ -20,6 +20,7 @@ from pc_recipe.config.rank_batches import RankBatches
 from pc_recipe.train import cpu
 from pc_recipe.train.llama2 import Llama2, Llama2Args
 from pc_recipe.train.parallelize import AlwaysSharded, parallelize
+from pc_recipe.train.upstream_config import JobConfig
 
 
 @dataclass(eq=False)
@@ -79,10 +80,10 @@ def _start_with_shapes(weight: Weight) -> None:
 
 def sharded(args: Llama2Args, config: Config, world_size: int) -> nn.Module:
     """The model as the trainer shards it, on the meta device, with a gradient on each weight."""
-    dims = AlwaysSharded(**asdict(RankBatches.of(config, world_size).dims), ep=1, etp=1)
+    dims = AlwaysSharded(RankBatches.of(config, world_size))
     with torch.device("meta"):
         model = Llama2(args)
-    parallelize(model, dims, config)
+    parallelize(model, dims, JobConfig(config))
     for parameter in model.parameters():
         parameter.grad = torch.empty_like(parameter)
     return model

@@ -144,7 +144,7 @@ def train(rank: int, config: Path, overrides: list[str]) -> dict[str, torch.Tens
     """Run the trainer on one rank; returns all tensors of the model whole, by checkpoint name."""
     trainer = make_trainer(config, overrides)
     if rank == 0:
-        write_resolved(trainer.config, Path(trainer.config.job.dump_folder) / "config.toml")
+        write_resolved(trainer.config, trainer.config.folder / "config.toml")
     trainer.train()
     result = state_of(trainer)
     trainer.close()

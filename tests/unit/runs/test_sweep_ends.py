@@ -53,7 +53,7 @@ def test_step_and_reason_are_this_attempts(tmp_path, monkeypatch, words, reason,
 
 def test_a_trainers_own_reason_stays(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    words = "from pc_recipe.files.run_folder import write_failure; import sys; write_failure('.', 'no data', 4); sys.exit(2)"
+    words = "from pc_recipe.files.run_folder import write_failure; import pathlib, sys; write_failure(pathlib.Path(), 'no data', 4); sys.exit(2)"
     monkeypatch.setattr(launch, "build_command", lambda *_: ([sys.executable, "-c", words], dict(os.environ)))
     (tmp_path / "base.toml").write_text("")
     local.train_one(Run("one", str(tmp_path / "base.toml"), (), tmp_path), lock(tmp_path), 1, "one")

@@ -3,6 +3,7 @@ import json
 import os
 import resource
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -87,9 +88,9 @@ def test_a_status_that_cannot_be_written_does_not_hide_the_reason(ends, tmp_path
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def train():
-        write_state("outputs/run", "running", 1, 9)
+        write_state(Path("outputs/run"), "running", 1, 9)
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
-        write_state("outputs/run", "running", 3, 9)
+        write_state(Path("outputs/run"), "running", 3, 9)
 
     try:
         status, text, state = ends(train)

@@ -27,6 +27,12 @@ def test_a_save_is_due_by_the_interval_by_agreement_and_for_a_milestone(tmp_path
     assert _saved_steps(make_checkpoints(tmp_path, enable=False, keep_every=6), agreed=(3,)) == []
 
 
+@pytest.mark.parametrize("enable", [True, False])
+def test_its_folder_is_in_the_run_also_if_it_saves_nothing(tmp_path, enable):
+    manager = make_checkpoints(tmp_path, enable=enable)
+    assert (manager.run, manager.folder) == (tmp_path, tmp_path / "checkpoint")
+
+
 def test_minutes_are_counted_from_the_newest_save(tmp_path, monkeypatch):
     now = 1000.0
     monkeypatch.setattr(checkpoint.time, "monotonic", lambda: now)

@@ -3,7 +3,6 @@ import logging
 import math
 import resource
 import time
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,12 +10,14 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torchtitan.tools.logging import logger as torchtitan_logger
 
 from pc_recipe.config import Config
+from pc_recipe.config.rank_batches import RankBatches
 from pc_recipe.files.errors import WriteFailed
 from pc_recipe.files.run_log import METRICS_FILE
 from pc_recipe.train import metrics
 from pc_recipe.train.cpu import use_cpu_where_there_is_no_gpu
 from pc_recipe.train.loss_spikes import LossSpikes
 from pc_recipe.train.metrics import JsonLinesLogger, PCMetricsProcessor, _spikes_so_far
+from pc_recipe.train.parallelize import AlwaysSharded
 from pc_recipe.train.upstream_config import JobConfig
 
 
@@ -79,9 +80,7 @@ def _processor(folder, tensorboard=False):
     config = Config(metrics={"enable_tensorboard": tensorboard})
     config.job.dump_folder = str(folder)
     config.training.seq_len, config.training.local_batch_size, config.training.global_batch_size = 8, 2, 4
-    dims = SimpleNamespace(
-        world_size=1, pp=1, pp_enabled=False, dp_replicate=1, dp_shard=1, cp=1, non_data_parallel_size=1
-    )  # fmt: skip
+    dims = AlwaysSharded(RankBatches.of(config, 1))
     processor = PCMetricsProcessor(JobConfig(config), dims)
     processor.num_flops_per_token = 1
     return processor

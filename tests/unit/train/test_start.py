@@ -16,6 +16,7 @@ from pc_recipe.checkpoints.fingerprint import fingerprint
 from pc_recipe.checkpoints.folder import CheckpointFolder
 from pc_recipe.config import Config, load_config
 from pc_recipe.config import write_config as write_resolved
+from pc_recipe.config.rank_batches import RankBatches
 from pc_recipe.data.manifest import Manifest
 from pc_recipe.train import start
 from pc_recipe.train.checkpoint import Checkpoints
@@ -70,7 +71,8 @@ def _load(config: Config, newest=None, initial=None, rates=((0.1,), (0.1,))):
     optimizers.model_parts = ["the model"]
     optimizers.saved_rates, optimizers.rates.return_value = (list(each) for each in rates)
     try:
-        return start.load(config, manager, optimizers), manager, optimizers
+        data = Manifest.read(next(iter(config.data.folders)))
+        return start.load(config, RankBatches.of(config, 1), data, manager, optimizers), manager, optimizers
     except UserError:
         manager.read.assert_not_called()
         raise

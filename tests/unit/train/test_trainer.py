@@ -433,9 +433,10 @@ def start(monkeypatch, tmp_path, one_process, kept_signal, said):
         made, recorded, states = _made(step=0), [], []
         made.config.job.dump_folder = str(tmp_path)
         made.metrics_processor.device_memory_monitor = SimpleNamespace(device_name="CPU")
+        made.dataloader.manifests, made.checkpointer.folder = ["first", "second"], tmp_path / "checkpoint"
 
         def load(*given):
-            assert given == (made.config, made.checkpointer, made.optimizers)
+            assert given == (made.config, made._batches, "first", made.checkpointer, made.optimizers)
             if isinstance(loaded, UserError):
                 raise loaded
             made.step = step
