@@ -24,7 +24,7 @@ from pydantic_core import ErrorDetails
 
 from pc.command import plain
 from pc.errors import UserError
-from pc_recipe.config.schema import INSTEAD, Config
+from pc_recipe.config.schema import GONE, INSTEAD, Config
 from pc_recipe.config.sections import Section, keys_of
 from pc_recipe.files import look
 from pc_recipe.files.atomic import write_atomically
@@ -199,6 +199,8 @@ def _said(finding: ErrorDetails, schema: type[Section]) -> str:
 def _unknown(name: str, schema: type[Section]) -> str:
     if name in INSTEAD:
         return f"{name} is not supported by this trainer; see {INSTEAD[name]}"
+    if name in GONE:
+        return f"{name} is no key any more; delete its line: {GONE[name]}"
     known = [key for key, *_ in keys_of(schema())]
     if name in known:  # but in quotes
         return f"{name}: write it without quotes, or below [{name.rpartition('.')[0]}]"

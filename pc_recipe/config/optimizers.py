@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pc_recipe.config.sections import RESULT, RUN, Beta, BlockFactors, Count, Factor, Fraction, Section, key, one_of
+from pc_recipe.config.sections import RESULT, RUN, Beta, BlockFactors, Factor, Fraction, Section, key, one_of
 
 if TYPE_CHECKING:
     import torch
@@ -66,9 +66,9 @@ def _of_adam(config: "OptimizerSection") -> dict[str, Any]:
 def _of_muon(config: "OptimizerSection") -> dict[str, Any]:
     return {
         "momentum": config.muon_momentum,
-        "nesterov": config.muon_nesterov,
-        "ns_steps": config.muon_steps,
-        "adjust_lr_fn": config.muon_adjust_lr,
+        "nesterov": True,
+        "ns_steps": 5,
+        "adjust_lr_fn": "match_rms_adamw",  # the paper's; torch's default is another
     }
 
 
@@ -99,11 +99,6 @@ class OptimizerSection(Section):
     lr_factors: BlockFactors = key({}, "Factors of the learning rate of some blocks, such as {o = 1.6, ffn = 1.8}.")
     implementation: Literal["for-loop", "foreach", "fused"] = key("fused", "Implementation of torch's AdamW.", RUN)
     muon_momentum: Beta = key(0.95, "Muon's momentum.")
-    muon_nesterov: bool = key(True, "Nesterov momentum in Muon.")
-    muon_steps: Count = key(5, "Newton-Schulz steps.")
-    muon_adjust_lr: Literal["match_rms_adamw", "original"] = key(
-        "match_rms_adamw", "How Muon scales the learning rate with the matrix shape."
-    )
     muon_heads: list[Literal["q", "k", "v"]] = key([], "Blocks in which Muon treats each attention head as a matrix.")
     hyperball_lr: Factor = key(0.02, "Peak length of a step of AdamH and MuonH, relative to the weight's norm.")
 

