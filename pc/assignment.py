@@ -19,8 +19,8 @@ Sharding = tuple[Ints, tuple[Placement, ...]]  # shape, and placements over all 
 
 
 def matrix_cost(shape: Sequence[int]) -> float:
-    """Relative FLOPs of a matrix [..., n, m]; PC at level 4 takes (12 long + 12 short) short^2, if nothing is
-    kept between its passes."""
+    """Relative FLOPs of a function of a matrix [..., n, m] that multiplies it by square matrices of its shorter side, and
+    these by each other, equally often."""
     short, long = sorted(shape[-2:])
     return float(short) ** 2 * (long + short)
 
