@@ -250,6 +250,9 @@ def test_a_batch_that_changes_with_the_number_of_ranks_is_reported(config_of, to
     (line,) = _said(monkeypatch, tokenizer, tiny_config[1], config, config, ranks=3)
     assert "training.global_batch_size 6 -> 2" in line
     assert _said(monkeypatch, tokenizer, tiny_config[1], config, config, ranks=1) == []  # control
+    (tiny_config[1] / "environment.json").unlink()
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 3)
+    assert _said(monkeypatch, tokenizer, tiny_config[1], config, config) == []  # the earlier number is not known
 
 
 def test_only_rank_0_says_what_changed(config_of, tokenizer, tiny_config, monkeypatch):
