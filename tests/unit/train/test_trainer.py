@@ -40,6 +40,7 @@ from pc_recipe.train.optimizers import Optimizers
 from pc_recipe.train.progress import Progress
 from pc_recipe.train.rank_sums import Agreement, OfRanks, SquaredNorm
 from pc_recipe.train.slow_ranks import OutputTimes
+from pc_recipe.train.spans import Spans
 from pc_recipe.train.trainer import Trainer, replaced
 from pc_recipe.train.validate import FixedValidator
 
@@ -230,10 +231,14 @@ def test_the_gradients_of_a_pipeline_are_divided_by_the_tokens(pipeline, expecte
     weight.grad = torch.full((3,), float(TOKENS))
     made = _made(_squared_norm=SquaredNorm([nn.ParameterList([weight])], 1))
     made.parallel_dims.pp_enabled = pipeline
-    calls = _recorded(made, "diagnostics", "preconditioner")
+    made.optimizers.pc_times = create_autospec(Spans, instance=True)
+    calls = _recorded(made, "diagnostics", "preconditioner", "optimizers")
+    calls.attach_mock(made.optimizers.pc_times, "pc_times")
     made._finish_gradients()
     assert weight.grad.tolist() == [expected] * 3
-    assert calls.mock_calls == [call.diagnostics.begin_update(3), call.preconditioner.pull_back()]
+    assert calls.mock_calls == [
+        call.diagnostics.begin_update(3), call.pc_times.begin(), call.preconditioner.pull_back(), call.pc_times.end(),
+    ]  # fmt: skip
     made.preconditioner = None
     made._finish_gradients()  # without PC
 
@@ -321,7 +326,7 @@ def _log(is_logged: bool, is_due: bool) -> tuple[mock.Mock, list]:
     """(calls of the metrics processor, what this rank sends) on two ranks, of which this one's loss is 0.1."""
     made, sent = _made(), []
     names = ["loss", *PCMetricsProcessor.NUMBERS, "theirs"]
-    numbers = torch.tensor([[0.1, 1.0, 2.0, 3.0, 5.0], [0.2, 4.0, 5.0, 6.0, 7.0]], dtype=torch.float64)
+    numbers = torch.tensor([[0.1, 1.0, 2.0, 3.0, 8.0, 5.0], [0.2, 4.0, 5.0, 6.0, 9.0, 7.0]], dtype=torch.float64)
 
     def gather(own):
         sent.extend(torch.cat(own).tolist())
@@ -329,6 +334,8 @@ def _log(is_logged: bool, is_due: bool) -> tuple[mock.Mock, list]:
 
     made._rank_numbers = SimpleNamespace(gather=gather)
     made._output_times.take.return_value = 0.25
+    made.optimizers.pc_times = create_autospec(Spans, instance=True)
+    made.optimizers.pc_times.take.return_value = 0.125
     made.optimizers.rate.return_value = 1e-3
     made.diagnostics.is_due.return_value = is_due
     made.diagnostics.measure.return_value = [torch.tensor([5.0])]
@@ -336,7 +343,7 @@ def _log(is_logged: bool, is_due: bool) -> tuple[mock.Mock, list]:
     processor = made.metrics_processor
     processor.NUMBERS = PCMetricsProcessor.NUMBERS
     processor.should_log.return_value = is_logged
-    processor.own_numbers.side_effect = lambda seconds: [1.0, 2.0, seconds]
+    processor.own_numbers.side_effect = lambda *seconds: [1.0, 2.0, *seconds]
     processor.add_numbers.side_effect = lambda of_ranks: {"memory": of_ranks[:, 0].max().item()}
     made._log(torch.tensor(0.5), 5.0)
     return processor, sent
@@ -344,7 +351,7 @@ def _log(is_logged: bool, is_due: bool) -> tuple[mock.Mock, list]:
 
 def test_a_step_is_logged_with_the_numbers_of_all_ranks():
     processor, sent = _log(is_logged=True, is_due=False)
-    assert sent == [0.5, 1.0, 2.0, 0.25, 5.0]
+    assert sent == [0.5, 1.0, 2.0, 0.25, 0.125, 5.0]
     loss = torch.tensor(0.1 + 0.2, dtype=torch.float32).item() / 5  # tensor-parallel ranks have the same
     largest = 0.2 * 4 * 3  # of 4 parts of the batch, and of 3 of a sequence
     processor.log.assert_called_once_with(3, loss, largest, 5.0, extra_metrics={"lr": 1e-3, "memory": 4.0})
@@ -353,7 +360,7 @@ def test_a_step_is_logged_with_the_numbers_of_all_ranks():
 
 def test_diagnostics_alone_leave_the_numbers_of_the_next_logged_step():
     processor, sent = _log(is_logged=False, is_due=True)
-    assert sent == [0.5, 0.0, 0.0, 0.0, 5.0]
+    assert sent == [0.5, 0.0, 0.0, 0.0, 0.0, 5.0]
     processor.own_numbers.assert_not_called()
     processor.log.assert_not_called()
     processor.log_metrics.assert_called_once_with(3, {"theirs": 12.0})
