@@ -2,7 +2,7 @@
 torch."""
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral
 from typing import Any, Literal, get_args
@@ -110,20 +110,21 @@ class PCConfig:
 
     def _resolve_level(self) -> None:
         """Make `level` a `maps.Level`, or a table of these: from here on nothing looks up a name or compares maps."""
-        given = self.level if isinstance(self.level, Mapping) else {self.blocks[0]: self.level}
-        if isinstance(self.level, Mapping) and set(given) != set(self.blocks):
+        level: Any = self.level
+        given = level if isinstance(level, Mapping) else dict.fromkeys(self.blocks, level)
+        if set(given) != set(self.blocks):
             raise UserError(
                 f"pc.level names {sorted(given)} but pc.blocks names {sorted(self.blocks)}; give one level for each"
             )
-        levels = {block: resolve(level) for block, level in given.items()}
-        for level in {levels[block] for block, level in given.items() if not isinstance(level, Level)}:
-            if abs((at_one := evaluate(level.map, 1.0)) - 1.0) > TOLERANCE_AT_ONE:
+        levels = {block: resolve(one) for block, one in given.items()}
+        for new in {levels[block] for block, one in given.items() if not isinstance(one, Level)}:
+            if abs((at_one := evaluate(new.map, 1.0)) - 1.0) > TOLERANCE_AT_ONE:
                 warnings.warn(
-                    f"pc.level: coefficients {list(level.map)} have g(1) = {at_one:.4g}, so PC multiplies the largest "
+                    f"pc.level: coefficients {list(new.map)} have g(1) = {at_one:.4g}, so PC multiplies the largest "
                     "singular value of W by that factor; the published maps have g(1) = 1",
                     stacklevel=4,  # the caller of PCConfig(...), behind its __init__
                 )
-        object.__setattr__(self, "level", levels if isinstance(self.level, Mapping) else levels[self.blocks[0]])
+        object.__setattr__(self, "level", levels if given is level else levels[self.blocks[0]])
 
     @property
     def levels(self) -> dict[str, Level]:
@@ -136,10 +137,9 @@ class PCConfig:
         """The level of a config that has one, as that of `for_block`."""
         return self.levels[self.blocks[0]]
 
-    def for_blocks(self, entries: Iterable[str]) -> "PCConfig":
+    def for_blocks(self, entries: Sequence[str]) -> "PCConfig":
         """The configuration of some entries of `blocks`."""
-        levels = {entry: self.levels[entry] for entry in entries}
-        return replace(self, blocks=tuple(levels), level=levels if isinstance(self.level, Mapping) else self.level)
+        return replace(self, blocks=tuple(entries), level={entry: self.levels[entry] for entry in entries})
 
     def for_block(self, entry: str) -> "PCConfig":
         """The configuration of one entry of `blocks`, with one level; heads and splits are resolved by then."""
