@@ -76,6 +76,15 @@ def without_gammas(make):
     return Loop(lambda p: make(p, lr=0.1), learnable_gamma=False)
 
 
+def after_another():
+    """W has moved, by the optimizer before."""
+    loop = without_gammas(torch.optim.SGD)
+    loop.step()
+    loop.optimizers = [OwnData([weight.effective for weight in loop.preconditioner.weights.values()], lr=0.1)]
+    loop.preconditioner.follow(loop.optimizer)
+    train(loop)
+
+
 WRONG = {
     "its own list": (
         lambda: train(without_gammas(OwnList), steps=1),
@@ -85,6 +94,7 @@ WRONG = {
         lambda: train(without_gammas(OwnData)),
         "OwnData has not moved W of 0.attention.wo in 16 steps",
     ),
+    "its own list, after another": (after_another, "OwnData has not moved W of 0.attention.wo in 16 steps"),
     "one left out": (lambda: train(without_gammas(LeavesOneOut)), "has not moved W of 0.feed_forward.w1 in 16 steps"),
     "moved after the step": (
         lambda: train(Loop(sgd), scale_in_data, 2),
@@ -109,6 +119,17 @@ WRONG = {
 def test_what_trains_other_weights_is_found(wrong, said):
     with pytest.raises(UserError, match=said):
         wrong()
+
+
+def test_an_optimizer_is_looked_at_in_its_first_steps(monkeypatch):
+    looks, should_move = [], watch.should_move
+    monkeypatch.setattr(watch, "LOOKS", 3)
+    monkeypatch.setattr(watch, "should_move", lambda *given: [looks.append(1), should_move(*given)][1])
+    loop = Loop(sgd)
+    for wanted in (3, 6):
+        train(loop, steps=5)
+        assert len(looks) == wanted
+        loop.preconditioner.follow(loop.optimizer)
 
 
 def test_it_is_said_once():
