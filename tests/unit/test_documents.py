@@ -43,3 +43,13 @@ def test_keys(document):
         keys = re.findall(r"(?<!\S)--(\w+\.[\w.]+)", code)
         keys += re.findall(rf"`((?:{SECTIONS})\.[a-z_.]+)(?<!\.jsonl)(?: = [^`]*)?`", code)
         assert KEYS.issuperset(keys), keys
+
+
+def test_quoted_errors_are_those_of_the_code():
+    code = "".join(file.read_text() for file in ROOT.glob("pc/**/*.py"))
+    code = re.sub(r'"[\s+()]*f?"', "", code)  # strings that go on in the next line
+    rows = re.findall(
+        r"^\| .* \| .* \| `(.*?)`", (ROOT / "docs/library.md").read_text().partition("## Mistakes")[2], re.M
+    )
+    pieces = [piece.strip(" ,;.") for row in rows for piece in row.split("...")]
+    assert len(rows) == 9 and [piece for piece in pieces if piece not in code] == []
