@@ -5,10 +5,12 @@ from typing import get_args
 import pytest
 import torch
 
+import pc
 from helpers.tiny import model_args
 from pc_recipe.config import Config
 from pc_recipe.config.optimizers import KINDS
 from pc_recipe.config.schema import LRScheduler
+from pc_recipe.train import spans
 from pc_recipe.train.llama2 import Llama2
 from pc_recipe.train.optimizers import LRSchedulers, Optimizers, rate_factor
 
@@ -93,6 +95,26 @@ def test_a_loaded_schedule_has_the_step_and_the_settings_of_the_config():
     made.step()
     resumed.step()
     assert made.rates() == pytest.approx([1e-3 * factor(7)] * 3)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Muon"])
+def test_the_seconds_of_pc_are_those_of_writing_it(monkeypatch, name):
+    """By a clock that the optimizers' own steps, and the writing of PC(W), put forward; the trainer adds the pull back."""
+    passed = [0.0]
+    monkeypatch.setattr(spans, "now", lambda: passed[0])
+    config = Config(optimizer={"name": name}).optimizer
+    model = pc.attach(Llama2(model_args("nano", vocab_size=64)))
+    model.init_weights()
+    made = Optimizers([model], config)
+    step = made.preconditioner._step
+    write = step.write
+    monkeypatch.setattr(step, "write", lambda *given: (passed.append(passed.pop() + 0.25), write(*given))[1])
+    for optimizer in made.optimizers:
+        optimizer.register_step_pre_hook(lambda *_: passed.append(passed.pop() + 4.0))
+    model(torch.zeros(1, 8, dtype=torch.long)).square().mean().backward()
+    made.preconditioner.pull_back()
+    made.step()
+    assert passed == [4.0 * len(made.optimizers) + 0.25] and made.pc_times.take() == 0.25
 
 
 @pytest.mark.parametrize("name", KINDS)
