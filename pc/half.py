@@ -6,6 +6,7 @@ rounded, which a caller divides by again in float32.
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 Matrices = Tensor | Sequence[Tensor]
 """[B, n, m]; or several such, which need not lie in one batch"""
+HAS_COMPILER = find_spec("triton") is not None
 TOP = 15
 """what is stored stays below 2^15, half of the largest float16"""
 
@@ -63,7 +65,7 @@ def rounded(matrices: Matrices) -> tuple[Tensor, Tensor]:
 
 
 class Fused:
-    """A function of tensors that a GPU computes in one kernel, compiled when it is first called there."""
+    """A function of tensors that a GPU with Triton computes in one kernel, compiled when it is first called there."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.plain = function
@@ -74,8 +76,8 @@ class Fused:
 
     def __call__(self, first: Tensor, *others: Any) -> Any:
         # a fake tensor has no kernels
-        is_on_gpu = type(first) is Tensor and first.is_cuda
-        return (self._compiled if is_on_gpu else self.plain)(first, *others)
+        compiles = HAS_COMPILER and first.is_cuda and type(first) is Tensor
+        return (self._compiled if compiles else self.plain)(first, *others)
 
 
 @Fused

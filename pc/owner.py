@@ -192,11 +192,12 @@ class _Bucket:
         for matrix in of_owners[group.rank]:
             alike[matrix if one_by_one else (matrix.settings, *matrix.shapes)].append(matrix)
         self.batches = [_Batch(matrices) for matrices in alike.values()]
-        self.group, ranks, self._reuse, self._apart = group.process_group, range(len(of_owners)), reuse, apart
-        self.has_run = False
-        """whether every owner has what it reuses"""
+        self.group, ranks, self._apart = group.process_group, range(len(of_owners)), apart
         # of each input side; results are sent wherever there is a group
         self.sends = {s: any(m.is_sharded(s) for m in itertools.chain(*of_owners)) for s in range(0, sides, 2)}
+        self._reuse = reuse if self.sends[0] else {}
+        self.has_run = False
+        """whether every owner has what it reuses"""
         # For each side: the pieces that this rank holds, a list for each owner; and the pieces of the matrices that it owns,
         # a list for each holder. Inputs go from holder to owner, outputs from owner to holder.
         self.held = [[pieces(side, owner, group.rank) for owner in ranks] for side in range(sides)]
@@ -210,16 +211,7 @@ class _Bucket:
         outputs: Sequence[Sequence[Tensor]],
         room: int | None,  # bytes; None: functions keep nothing
     ) -> int | None:  # the room that is left
-        known = self._reuse if side and self.has_run else {}
-        held, owned = (
-            [[p for p in part if p.tensor not in known] for part in of[side]] for of in (self.held, self.owned)
-        )
-        shards = [inputs[p.matrix.item][p.tensor][p.where] for p in itertools.chain(*held)]
-        like = inputs[0][0]
-        if self.sends[side]:
-            shards = self._exchange(shards, held, owned, like)
-        # Otherwise every owner holds its inputs whole, and these shards are what it would receive.
-        batches = self._assemble(side, shards, [*itertools.chain(*owned)], like, known)
+        batches = self._gather(side, inputs)
         results = []
         for batch in self.batches:
             kept = [] if batch.kept is None else [batch.kept]
@@ -227,7 +219,6 @@ class _Bucket:
             found = [*function(batch.settings, *given, *kept)]
             if not side:
                 batch.reused = {other: [*given, *found][mine] for other, mine in self._reuse.items()}
-            del given
             if room is not None:
                 keep = found.pop()
                 size = sum(tensor.nbytes for tensor in tree_leaves(keep) if isinstance(tensor, Tensor))
@@ -247,12 +238,18 @@ class _Bucket:
         self.has_run = self.has_run or not side
         return room
 
-    def _assemble(
-        self, side: int, received: list[Tensor], pieces: list[Piece], like: Tensor, known: Mapping[int, int]
-    ) -> list[list[Any]]:
-        """Assemble the received pieces into the batches of this rank, beside what these know."""
+    def _gather(self, side: int, inputs: Sequence[Sequence[Tensor]]) -> list[list[Any]]:
+        """The inputs of each batch of this rank: sent by the ranks that hold them, or known."""
+        known, like = self._reuse if side and self.has_run else {}, inputs[0][0]
+        held, owned = (
+            [[p for p in part if p.tensor not in known] for part in of[side]] for of in (self.held, self.owned)
+        )
+        received = [inputs[p.matrix.item][p.tensor][p.where] for p in itertools.chain(*held)]
+        if self.sends[side]:
+            received = self._exchange(received, held, owned, like)
+        # Otherwise every owner holds its inputs whole, and these shards are what it would receive.
         parts: dict[tuple[Matrix, int], list[tuple[Piece, Tensor]]] = defaultdict(list)
-        for piece, block in zip(pieces, received, strict=True):
+        for piece, block in zip(itertools.chain(*owned), received, strict=True):
             parts[piece.matrix, piece.tensor].append((piece, block))
         batches: list[list[Any]] = [[] for _ in self.batches]
         places, blocks = [], []

@@ -4,6 +4,15 @@ On a matrix `A = U diag(sigma) V^T` the map needs only one Gram matrix: `g(A) = 
 equals `U diag(g(sigma)) V^T` (paper, proposition 1). In shapes, r = min(n, m) and l = max(n, m). Both passes of a step end
 here; back up, `pc.owner` sends the results to the ranks that hold shards.
 
+The gradient H of `g(N)`, where `N = A / divisor` is wide (of a tall one all is transposed), goes back so. Let `G = N N^T` and
+`D = H N^T`. Then `<g(N), H> = <p(G), D>`. Its gradient with respect to the symmetric G is M / 2, where M is that of
+`<p(G), D + D^T>`. A change x of N changes G by `x N^T + N x^T`, and so `<p(G), D>` by `<M / 2, x N^T + N x^T> = <M N, x>`.
+With that, the gradient dN with respect to N is
+
+    dN = p(G) H + M N    <dN, N> = <p(G), D> + <M, G>
+
+If the divisor is u^T A v, what flows through it is `-<dN, N> u v^T`.
+
 Factors and square matrices are in float32 or wider, or all in float16 (`pc.half`). Then sums are float32, and so are
 results.
 """
@@ -210,19 +219,8 @@ def _stage_vjp(
     kept: Sequence[Tensor],
     vectors: tuple[Tensor, Tensor] | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`vjp` of one stage, for [B, n, m]; divisor and scale are [B, 1, 1] or [1, 1, 1].
-
-    `A` is wide (of a tall one all is transposed), `N = A / divisor`, `G = N N^T`, and `D = H N^T`. Then
-    `<g(N), H> = <p(G), D>`. Its gradient with respect to the symmetric G is M / 2, where M is that of `<p(G), D + D^T>`. A
-    change x of N changes G by `x N^T + N x^T`, and so `<p(G), D>` by `<M / 2, x N^T + N x^T> = <M N, x>`. With that, the
-    gradient dN with respect to N is
-
-        dN = p(G) H + M N    <dN, N> = <p(G), D> + <M, G>
-
-    If the divisor is u^T A v, what flows through it is `-<dN, N> u v^T`.
-
-    In the code `d_value` is D, and `right` M, both without their factor 1 / divisor.
-    """
+    """`vjp` of one stage, for [B, n, m]; divisor and scale are [B, 1, 1] or [1, 1, 1]. In the code `d_value` is D, and `right` M,
+    both without their factor 1 / divisor."""
     if matrix.size(-2) > matrix.size(-1):
         vectors = vectors and (vectors[1], vectors[0])
         result, *products = _stage_vjp(coefficients, matrix.mT, divisor, scale, gradient.mT, kept, vectors)

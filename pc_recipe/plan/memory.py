@@ -11,7 +11,7 @@ from pc.api import attach
 from pc.config import PCConfig
 from pc.method import method_of
 from pc.splits import WeightSplit
-from pc.step import KEPT_BYTES
+from pc.step import KEPT_BYTES, KEPT_W_BYTES
 from pc.weight import Weight, named_weights
 from pc_recipe.config import Config
 from pc_recipe.config.model_sizes import Flavor, shape_of, weight_shapes
@@ -117,6 +117,8 @@ def estimate_memory(config: Config, dims: Degrees, sizes: Sizes) -> dict[str, fl
     }
     if config.pc.enable:
         parts["PC's products"] = min(sizes.pc_kept / split, KEPT_BYTES)
+        if dims.tp * batches.fsdp_ranks > 1:
+            parts["W on its owners"] = min(FLOAT32 * sizes.preconditioned / split, KEPT_W_BYTES)
     return {part: size / GIB for part, size in parts.items()}
 
 

@@ -1,9 +1,11 @@
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from pc import UserError, owner
+from pc.assignment import reused
 from pc.owner import Plan
 
 pytestmark = pytest.mark.fast
@@ -61,3 +63,31 @@ def test_a_batch_and_its_results_are_gone_before_the_next(monkeypatch):
     monkeypatch.setattr(owner, "BUCKET_BYTES", 2 * 32)
     Plan(items, outputs).run(function, items, outputs)
     assert alive and all(torch.equal(first, torch.full((2, 2), 2.0)) for first, _ in items)
+
+
+def test_matrices_that_lie_apart_are_not_copied(monkeypatch):
+    monkeypatch.setattr(owner, "ONE_BY_ONE", ())
+    matrices = [torch.full((2, 3), float(i)) for i in range(3)]
+    items = [(m, torch.ones(1)) for m in matrices]
+    places = [m.data_ptr() for m in matrices]
+    seen = []
+
+    def double(_, given, ones):
+        seen.append([one.data_ptr() for one in given])
+        assert ones.shape == (3, 1)
+        return 2 * torch.cat([*given]), ones
+
+    Plan(items, items, apart=True).run(double, items, items)
+    Plan(items, items).run(lambda _, given, ones: double(_, [given], ones), items, items)  # control: one batch
+    assert seen[0] == places and len(seen[1]) == 1
+    assert all(torch.equal(m, torch.full((2, 3), 4.0 * i)) for i, m in enumerate(matrices))
+
+
+def test_weights_that_owners_keep_fit_every_one_of_them():
+    """A bucket has a list for each owner. The largest owner decides, in the order of the buckets."""
+
+    def bucket(*of_owners):
+        return [[SimpleNamespace(bytes=size) for size in sizes] for sizes in of_owners]
+
+    buckets = [bucket([4, 1], [3]), bucket([2], [4]), bucket([1], [1])]
+    assert [reused(buckets, room) for room in (4, 5, 6, 7, 9)] == [[1], [0], [0, 2], [0, 1], [0, 1, 2]]
