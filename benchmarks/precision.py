@@ -4,9 +4,9 @@
     python benchmarks/precision.py --train 100          # losses of the debug model on the demo text
 
 W [n, m] has known singular values: from 1 to 0 in equal steps, about those of a Gaussian matrix, and from 1 to 1e-3 by
-equal factors, where few directions dominate. The table has the largest error over both spectra, square, wide and tall
-matrices of half the width in three magnitudes of weights and gradients, a wide one of the whole width, and square matrices
-kept from the first pass or computed again. The error of singular values is that of PC(W) along the singular vectors of W,
+equal factors, where few directions dominate. The table has the largest error over both spectra, square, tall and wide
+matrices of half the width, the wide ones in three magnitudes of weights and gradients, a wide one of the whole width, and
+square matrices kept from the first pass or computed again. The error of singular values is that of PC(W) along the singular vectors of W,
 relative to the largest of W.
 
 The last column has two gradients that were made to be hard for float16: entries that differ by factors of 10^6, and equal
@@ -174,9 +174,8 @@ def main() -> None:
         return
     worst: dict[tuple[int, str, str], float] = defaultdict(float)
     half = chosen.width // 2
-    cases = [
-        (shape, size) for shape in ((half, half), (half, half * 11 // 4), (half * 11 // 4, half)) for size in SIZES
-    ]
+    wide = (half, half * 11 // 4)
+    cases = [((half, half), 1.0), (wide[::-1], 1.0), *((wide, size) for size in SIZES)]
     for level in chosen.levels:
         for shape, size in [*cases, ((chosen.width, chosen.width * 11 // 4), 1.0)]:
             for values in spectra(min(shape)):

@@ -85,7 +85,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--flavor", default="1B", help="model size (default: 1B)")
     parser.add_argument("--level", type=int, default=4)
-    parser.add_argument("--precisions", nargs="+", default=["tf32", "float32"])
+    parser.add_argument("--precisions", nargs="+", default=["float16", "tf32", "float32"])
     parser.add_argument("--against", type=Path, help="another checkout")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--output", type=Path, help="folder for passes.json; printed otherwise")

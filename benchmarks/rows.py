@@ -106,6 +106,7 @@ ROWS: dict[str, Row] = {
         "1B, AdamW, PC level 4: precision of PC's matmuls",
         {
             "tf32": Variant(PC, TF32),
+            "float16": Variant(PC, ("--pc.compute_dtype", "float16")),
             "float32": Variant(PC, ("--pc.compute_dtype", "float32")),
         },
         rounds=4,

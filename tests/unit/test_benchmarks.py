@@ -12,6 +12,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from pc import half
+
 ROOT = Path(__file__).parents[2]
 SHAPE = ["--flavor", "tiny", "--seq-len", "16", "--local-batch-size", "2", "--micro-batches", "3", "--rounds", "2"]
 
@@ -160,6 +162,10 @@ def test_bytes_of_operations(step):
         with traffic.Traffic() as found:
             operation()
         assert sum(found.bytes.values()) == 4 * elements
+    found = traffic.Traffic()
+    with found.counting():
+        half.add_transpose(square.half(), square.half())  # one kernel, which reads both
+    assert found.calls["add_transpose"] == 1 and found.bytes["add_transpose"] == 2 * 8 + 8 + 4
 
 
 def test_traffic_by_ranks(step, monkeypatch, capsys):
@@ -185,6 +191,17 @@ def test_all_rows_with_tiny_shapes(tmp_path):
     assert set(state.values()) == {"done"}, state
     passes = json.loads((tmp_path / "passes.json").read_text())
     assert len(passes["seconds"]["pull back"]["tf32"]) == 3
+
+
+@pytest.mark.soak
+def test_a_pull_back_can_start_before_the_backward_pass_ends():
+    words = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "benchmarks/order.py"]
+    done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    *events, order, bits = done.stdout.splitlines()
+    names = [event[10:] for event in events]
+    assert names.index("layer 3.0: pull back ends") < names.index("layer 2.0: backward begins")
+    assert order.endswith("True") and bits.endswith("True")
 
 
 @pytest.mark.soak
