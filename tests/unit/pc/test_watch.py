@@ -203,6 +203,17 @@ def test_a_step_without_gradients_after_one_that_raised_writes_nothing():
     assert not writes
 
 
+def test_a_second_step_with_the_same_gradients_writes_too():
+    loop = Loop(sgd)
+    loop.backward()
+    loop.pull_back()
+    writes = count_writes(loop)
+    for wanted in (1, 2):
+        loop.optimizer.step()
+        assert len(writes) == wanted
+        require_pc(loop.preconditioner)
+
+
 def by_closures(loop, pulls_back):
     """A step of each optimizer; returns the number of writes."""
     writes = count_writes(loop)
