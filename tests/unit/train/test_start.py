@@ -58,7 +58,7 @@ def _checkpoint(config: Config, tokenizer, path="elsewhere/checkpoint/step-3", s
     return saved
 
 
-def _load(config: Config, newest=None, initial=None, rates=((0.1,), (0.1,))):
+def _load(config: Config, newest=None, initial=None, rates=((0.1,), (0.1,)), ranks=1):
     """(what `start.load` returns, the checkpoint manager, the optimizers)."""
     manager, optimizers = create_autospec(Checkpoints, instance=True), create_autospec(Optimizers, instance=True)
     manager.states, manager.exclude_from_loading = {}, ["train_state"]
@@ -72,7 +72,7 @@ def _load(config: Config, newest=None, initial=None, rates=((0.1,), (0.1,))):
     optimizers.saved_rates, optimizers.rates.return_value = (list(each) for each in rates)
     try:
         data = Manifest.read(next(iter(config.data.folders)))
-        return start.load(config, RankBatches.of(config, 1), data, manager, optimizers), manager, optimizers
+        return start.load(config, RankBatches.of(config, ranks), data, manager, optimizers), manager, optimizers
     except UserError:
         manager.read.assert_not_called()
         raise
@@ -210,15 +210,15 @@ def test_without_checkpoints_only_the_same_run_is_repeated(config_of, tiny_confi
         _load(config)
 
 
-def _said(monkeypatch, tokenizer, folder, before, now, rates=((0.1,), (0.1,)), ranks=None) -> list[str]:
-    """What a resume warns of; the run's folder has the config `before`, and perhaps a number of ranks."""
+def _said(monkeypatch, tokenizer, folder, before, now, rates=((0.1,), (0.1,)), before_on=None, on=1) -> list[str]:
+    """What a resume on `on` ranks warns of; the run's folder has the config `before`, and perhaps a number of ranks."""
     lines: list[str] = []
     monkeypatch.setattr(start.logger, "warning", lines.append)
     folder.mkdir(exist_ok=True)
     write_resolved(before, folder / "config.toml")
-    if ranks:
-        (folder / "environment.json").write_text(json.dumps({"world_size": ranks}))
-    _load(now, _checkpoint(now, tokenizer), rates=rates)
+    if before_on:
+        (folder / "environment.json").write_text(json.dumps({"world_size": before_on}))
+    _load(now, _checkpoint(now, tokenizer), rates=rates, ranks=on)
     return lines
 
 
@@ -248,12 +248,10 @@ def test_a_longer_run_says_how_its_learning_rate_continues(config_of, tokenizer,
 def test_a_batch_that_changes_with_the_number_of_ranks_is_reported(config_of, tokenizer, tiny_config, monkeypatch):
     """With training.global_batch_size = -1 it is a micro-batch of 2 sequences per rank."""
     config = config_of("--training.global_batch_size", "-1")
-    (line,) = _said(monkeypatch, tokenizer, tiny_config[1], config, config, ranks=3)
-    assert "training.global_batch_size 6 -> 2" in line
-    assert _said(monkeypatch, tokenizer, tiny_config[1], config, config, ranks=1) == []  # control
-    (tiny_config[1] / "environment.json").unlink()
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 3)
-    assert _said(monkeypatch, tokenizer, tiny_config[1], config, config) == []  # the earlier number is not known
+    unknown = _said(monkeypatch, tokenizer, tiny_config[1], config, config, on=3)
+    (line,) = _said(monkeypatch, tokenizer, tiny_config[1], config, config, before_on=3)
+    assert not unknown and "training.global_batch_size 6 -> 2" in line
+    assert _said(monkeypatch, tokenizer, tiny_config[1], config, config, before_on=3, on=3) == []  # control
 
 
 def test_only_rank_0_says_what_changed(config_of, tokenizer, tiny_config, monkeypatch):
