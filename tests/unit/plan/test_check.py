@@ -152,7 +152,7 @@ def test_what_a_run_starts_from_is_checked(tmp_path, tiny_shards, words, complai
     [
         ("--model.flavor=nano", "model.dim is 256 in the run of {}, 128 in the config"),
         ("--model.ffn_dim=64", "model.ffn_dim is 704 in the run of {}, 64 in the config"),
-        ("--model.vocab_size=32008", "model.vocab_size is 32000 in the run of {}, 32008 in the config"),
+        ("--model.vocab_size=32008", "model.vocab_size is 2048 in the run of {}, 32008 in the config"),
         ("--pc.level=2", "pc.level is "),
         ("--pc.enable=false", "pc.enable is True in the run of {}, False in the config"),
         ("--optimizer.name=AdamH", "optimizer.name is AdamW in the run of {}, AdamH in the config"),
