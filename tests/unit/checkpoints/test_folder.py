@@ -130,7 +130,7 @@ def _reads_a_bad_disk(rank, folder):
 
 def test_a_disk_that_fails_is_reported_without_checkpoints_too(tmp_path):
     (said,) = run_ranks(1, _reads_a_bad_disk, tmp_path)
-    assert said == f"failed: {tmp_path}: cannot be used (metrics.jsonl: made by the test)"
+    assert said == f"failed: {tmp_path}/checkpoint: cannot be used (metrics.jsonl: made by the test)"
 
 
 def _newest(rank, folder, failures=()):
