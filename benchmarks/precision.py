@@ -132,7 +132,7 @@ def add_errors(
 
 
 def train(precision: str, steps: int) -> list[float]:
-    """The losses of the debug model on the demo text, with four sequences a step."""
+    """The losses of the debug model on the demo text, with two sequences of 64 tokens a step."""
     from pc_recipe.config import load_config
     from pc_recipe.data.demo import make_demo
     from pc_recipe.train.trainer import Trainer
@@ -142,7 +142,8 @@ def train(precision: str, steps: int) -> list[float]:
             "job.dump_folder": folder,
             "data.path": make_demo(ROOT / "data" / "demo").folder,
             "training.steps": steps,
-            "training.global_batch_size": 4,
+            "training.seq_len": 64,
+            "training.global_batch_size": 2,
             "lr_scheduler.total_steps": steps,
             "metrics.log_freq": 1,
             "metrics.enable_tensorboard": "false",

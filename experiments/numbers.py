@@ -256,6 +256,7 @@ def table_of(folder: str) -> str:
 
 cpu = partial(record, "2026-11-21-cpu-step")
 gpu = partial(record, "2026-11-26-gpu")
+precision = partial(record, "2026-11-29-precision")
 
 
 def figure(record: dict, name: str) -> Estimate:

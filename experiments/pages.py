@@ -51,6 +51,7 @@ NAMES = Names(
     min=min,
     power_iterations=numbers.power_iterations,
     powers=powers,
+    precision=numbers.precision,
     released=numbers.released,
     table_of=numbers.table_of,
 )
