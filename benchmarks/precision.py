@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pc import PCConfig
+from pc.maps import LEVELS
 from pc.method import method_of
 from pc_recipe.pages import markdown
 from timing import DEVICE, ON_GPU
@@ -100,7 +101,13 @@ def hard(width: int) -> list[tuple[Tensor, ...]]:
 
 
 def add_errors(
-    worst: dict, level: int, weight: Tensor, u: Tensor, v: Tensor, gradient: Tensor, basis: tuple[Tensor, ...] = ()
+    worst: dict,
+    level: int | str,
+    weight: Tensor,
+    u: Tensor,
+    v: Tensor,
+    gradient: Tensor,
+    basis: tuple[Tensor, ...] = (),
 ) -> None:
     """Update `worst`, by (level, precision, what), with the errors of one W and gradient; without left and right singular
     vectors as the basis, with those of a hard gradient."""
@@ -163,7 +170,8 @@ def train(precision: str, steps: int) -> list[float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--width", type=int, default=2048)
-    parser.add_argument("--levels", type=int, nargs="+", default=[2, 4])
+    keys = {str(key): key for key in LEVELS}
+    parser.add_argument("--levels", choices=keys, nargs="+", default=["2", "4"])
     parser.add_argument("--train", type=int, metavar="STEPS", help="train instead, and print JSON")
     chosen = parser.parse_args()
     if chosen.train:
@@ -173,11 +181,12 @@ def main() -> None:
         runs = {precision: {"loss": train(precision, chosen.train)} for precision in PRECISIONS}
         print(json.dumps({"torch": torch.__version__, "steps": chosen.train, "runs": runs}, indent=1))
         return
-    worst: dict[tuple[int, str, str], float] = defaultdict(float)
+    worst: dict[tuple[int | str, str, str], float] = defaultdict(float)
     half = chosen.width // 2
     wide = (half, half * 11 // 4)
     cases = [((half, half), 1.0), (wide[::-1], 1.0), *((wide, size) for size in SIZES)]
-    for level in chosen.levels:
+    levels = [keys[level] for level in chosen.levels]
+    for level in levels:
         for shape, size in [*cases, ((chosen.width, chosen.width * 11 // 4), 1.0)]:
             for values in spectra(min(shape)):
                 weight, u, v, *basis = matrices(values, shape, size)
@@ -187,7 +196,7 @@ def main() -> None:
     columns = ("singular values", "PC(W)", "gradient", "hard gradient")
     rows = [
         (level, precision, *(f"{worst[level, precision, what]:.1e}" for what in columns))
-        for level in chosen.levels
+        for level in levels
         for precision in (*PRECISIONS, "rounded to bfloat16")
     ]
     print(markdown.table(("level", "precision", *columns), rows), end="")

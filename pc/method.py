@@ -42,12 +42,13 @@ class Method:
         config: with one level.
 
     Attributes:
-        level: its `reach` is the most, such as 1.2, that the largest singular value divided by its estimate u^T W v may be.
+        reach: the most, such as 1.2, that the largest singular value divided by its estimate u^T W v may be.
     """
 
     def __init__(self, config: PCConfig) -> None:
         self.config = config
         self.level = config.only_level
+        self.reach = self.level.reach
         self._stages = maps.stages(self.level.map)
         self._precision = "tf32" if config.compute_dtype == "tf32" else "ieee"
         """of the polynomial's matmuls; everything else runs in float32"""
@@ -81,7 +82,7 @@ class Method:
     def advance(self, weight: Tensor, u: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """u and v for the next optimizer step, and the ratio of `second_start`, which has checked them."""
         u, v = power_iteration(weight, u, v, self.config.power_iterations)
-        return second_start(weight, polynomial.gram_matrix(weight), u, v, self.level.reach)
+        return second_start(weight, polynomial.gram_matrix(weight), u, v, self.reach)
 
     @torch.no_grad()
     def evaluate(
@@ -105,7 +106,7 @@ class Method:
         with matmuls(u):
             ratio = u.new_zeros(len(u))
             if advance:
-                u, v, ratio = power_iterations(factor, gram, u, v, self.config.power_iterations, self.level.reach)
+                u, v, ratio = power_iterations(factor, gram, u, v, self.config.power_iterations, self.reach)
             s = spectral_norm_estimate(weight, u, v)[:, None, None]
         scale = gamma[:, :, None] * s if self.config.norm_recovery else gamma[:, :, None]
         with matmuls(u, self._precision):
@@ -249,7 +250,7 @@ def spectral_norm_estimate(weight: Matrices, u: Tensor, v: Tensor) -> Tensor:
     if not isinstance(weight, Tensor):
         parts = zip(weight, *(x.split([len(one) for one in weight]) for x in (u, v)), strict=True)
         return torch.cat([spectral_norm_estimate(*part) for part in parts])
-    return (u * _product(weight, v)).sum(-1) + EPSILON
+    return (u * (weight @ v.unsqueeze(-1)).squeeze(-1)).sum(-1) + EPSILON
 
 
 def _half_rows_times(rows: Tensor, matrix: Tensor) -> Tensor:
