@@ -9,6 +9,7 @@ need, and whether the gradients are those of a pull back after the backward pass
 training step.
 """
 
+import argparse
 import time
 
 import torch
@@ -24,6 +25,7 @@ LAYERS, WIDTH, BATCH = 4, 512, 2048
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.GELU()) for _ in range(LAYERS)))
