@@ -3,7 +3,9 @@ torch."""
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from copy import copy
+from dataclasses import dataclass, field
+from functools import cached_property
 from numbers import Integral
 from typing import Any, Literal, get_args
 
@@ -11,7 +13,7 @@ from pc.blocks import BLOCK_GROUPS, BLOCK_SUFFIXES
 from pc.errors import UserError
 from pc.maps import LEVEL_NAMES, TOLERANCE_AT_ONE, Coefficients, Level, evaluate, resolve
 
-GivenLevel = Level | int | str | Coefficients
+LevelName = int | str | Coefficients
 ComputeDtype = Literal["float32", "tf32", "float16"]
 
 
@@ -53,7 +55,7 @@ class PCConfig:
         UserError: an invalid value; the message names the field and valid values.
     """
 
-    level: GivenLevel | Mapping[str, GivenLevel] = _key(
+    level: LevelName | Mapping[str, LevelName] = _key(
         4,
         f"Strength of PC: {LEVEL_NAMES}; or your own coefficients of p from degree 0 up, such as [2.083, "
         "-1.643, 0.560]; or a table with one of these for each entry of blocks.",
@@ -94,7 +96,16 @@ class PCConfig:
                 )
         if unknown := set(self.heads) - {"q", "k", "v"}:
             raise UserError(f"pc.heads: {sorted(unknown)[0]!r} is not one of q, k, v")
-        self._resolve_level()
+        # by name, so that configs with the same maps are equal
+        names = {block: level.name for block, level in self.levels.items()}
+        object.__setattr__(self, "level", names if isinstance(self.level, Mapping) else names[self.blocks[0]])
+        for level in set(self.levels.values()):
+            if abs((at_one := evaluate(level.map, 1.0)) - 1.0) > TOLERANCE_AT_ONE:
+                warnings.warn(
+                    f"pc.level: coefficients {list(level.map)} have g(1) = {at_one:.4g}, so PC multiplies the largest "
+                    "singular value of W by that factor; the published maps have g(1) = 1",
+                    stacklevel=3,  # the caller of PCConfig(...), behind its __init__
+                )
         for pattern, split in (self.splits or {}).items():
             if not isinstance(split, MatrixSplit | None):
                 raise UserError(
@@ -108,29 +119,17 @@ class PCConfig:
         if self.compute_dtype not in (choices := get_args(ComputeDtype)):
             raise UserError(f"pc.compute_dtype must be one of {', '.join(choices)}, got {self.compute_dtype!r}")
 
-    def _resolve_level(self) -> None:
-        """Make `level` a `maps.Level`, or a table of these: from here on nothing looks up a name or compares maps."""
-        level: Any = self.level
-        given = level if isinstance(level, Mapping) else dict.fromkeys(self.blocks, level)
+    @cached_property
+    def levels(self) -> dict[str, Level]:
+        """The level of each entry of `blocks` with its map, found once; also after unpickling, which calls no __init__."""
+        given: Mapping[str, Any] = (
+            self.level if isinstance(self.level, Mapping) else dict.fromkeys(self.blocks, self.level)
+        )
         if set(given) != set(self.blocks):
             raise UserError(
                 f"pc.level names {sorted(given)} but pc.blocks names {sorted(self.blocks)}; give one level for each"
             )
-        levels = {block: resolve(one) for block, one in given.items()}
-        for new in {levels[block] for block, one in given.items() if not isinstance(one, Level)}:
-            if abs((at_one := evaluate(new.map, 1.0)) - 1.0) > TOLERANCE_AT_ONE:
-                warnings.warn(
-                    f"pc.level: coefficients {list(new.map)} have g(1) = {at_one:.4g}, so PC multiplies the largest "
-                    "singular value of W by that factor; the published maps have g(1) = 1",
-                    stacklevel=4,  # the caller of PCConfig(...), behind its __init__
-                )
-        object.__setattr__(self, "level", levels if given is level else levels[self.blocks[0]])
-
-    @property
-    def levels(self) -> dict[str, Level]:
-        """The level of each entry of `blocks`."""
-        level: Any = self.level
-        return dict(level) if isinstance(level, Mapping) else dict.fromkeys(self.blocks, level)
+        return {block: resolve(level) for block, level in given.items()}
 
     @property
     def only_level(self) -> Level:
@@ -139,8 +138,18 @@ class PCConfig:
 
     def for_blocks(self, entries: Sequence[str]) -> "PCConfig":
         """The configuration of some entries of `blocks`."""
-        return replace(self, blocks=tuple(entries), level={entry: self.levels[entry] for entry in entries})
+        levels = {entry: self.levels[entry] for entry in entries}
+        return self._with(
+            blocks=tuple(entries), level={entry: one.name for entry, one in levels.items()}, levels=levels
+        )
 
     def for_block(self, entry: str) -> "PCConfig":
         """The configuration of one entry of `blocks`, with one level; heads and splits are resolved by then."""
-        return replace(self, blocks=(entry,), level=self.levels[entry], heads=(), splits=None)
+        level = self.levels[entry]
+        return self._with(blocks=(entry,), level=level.name, levels={entry: level}, heads=(), splits=None)
+
+    def _with(self, **attributes: Any) -> "PCConfig":
+        """A copy with other attributes, without __post_init__, which would repeat its checks and warnings."""
+        one = copy(self)
+        vars(one).update(attributes)
+        return one

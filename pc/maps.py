@@ -63,14 +63,12 @@ class Level(NamedTuple):
         return REACH if self.name in COEFFICIENTS else OTHER_REACH
 
 
-def resolve(level: "Level | int | str | Sequence[float]") -> Level:
-    """A level by its key in `LEVELS`, or by the user's own coefficients; one that is resolved stays as it is.
+def resolve(level: int | str | Sequence[float]) -> Level:
+    """A level by its key in `LEVELS`, or by the user's own coefficients.
 
     Raises:
         UserError: no such level, or coefficients that are not usable.
     """
-    if isinstance(level, Level):
-        return level
     if isinstance(level, Sequence) and not isinstance(level, str):
         if len(level) < 2 or not all(map(_is_number, level)):
             raise UserError(
@@ -83,7 +81,7 @@ def resolve(level: "Level | int | str | Sequence[float]") -> Level:
         raise UserError(f"pc.level: PC level {level!r} is text; write {level}, without quotes")
     if not (isinstance(level, str) or _is_number(level)) or level not in LEVELS:
         raise UserError(f"pc.level: PC level {level!r} does not exist; use {LEVEL_NAMES} or a list of coefficients")
-    return Level(level, LEVELS[level])
+    return next(Level(name, map) for name, map in LEVELS.items() if name == level)  # 4 for 4.0
 
 
 def _is_number(value: Any) -> bool:
