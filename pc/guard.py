@@ -34,8 +34,8 @@ HAS_GRAPH = (
 )
 CHANGED = (
     "was changed while it held PC(W), and optimizers train W: change {}_orig and call preconditioner.write_pc(); after loading "
-    "plain weights, call preconditioner.restart(); after swapping averages back, preconditioner.note_loaded(); and give "
-    "pc.precondition all optimizers"
+    "plain weights, call preconditioner.restart(); after swapping averages back, preconditioner.note_loaded() on every rank; "
+    "and give pc.precondition all optimizers"
 )
 MAKE_IT_LATER = (
     "call preconditioner = pc.precondition(model) first, make it from model.parameters(), and call "

@@ -53,7 +53,8 @@ class Plan:
         reuse: {input of the others: input of the first function, or its output, counted after the inputs} that is the same
             tensor. An owner that has received it keeps it until `forget`, so that it is not sent again.
         reuse_room: how many bytes of weights it may keep on a rank for that.
-        apart: functions take a sequence of [1, n, m] in place of [B, n, m] where that saves a copy.
+        apart: functions take a sequence of [1, n, m] in place of [B, n, m], of the matrix or what has its shape, where that saves
+            a copy.
 
     Raises:
         UserError: tensors of several dtypes, an item on several meshes, or shards that are not slices of their tensor.
@@ -93,7 +94,7 @@ class Plan:
             limit = 0 if one_by_one and not group.process_group else BUCKET_BYTES
             # The first bucket has the first chunk of every owner, and so on: all owners work at the same time.
             found = [*itertools.zip_longest(*(chunks(of_owner, limit) for of_owner in owned), fillvalue=[])]
-            reusing = reused(found, reuse_room // len(of_groups)) if reuse and group.process_group else []
+            reusing = reused(found, reuse_room) if reuse and group.process_group else []
             for index, of_owners in enumerate(found):
                 reuses = reuse if index in reusing else {}
                 self._buckets.append(_Bucket(group, of_owners, len(sides), one_by_one, reuses, apart))
@@ -254,11 +255,12 @@ class _Bucket:
         batches: list[list[Any]] = [[] for _ in self.batches]
         places, blocks = [], []
         for batch, tensors in zip(self.batches, batches, strict=True):
-            for index, shape in enumerate(batch.matrices[0].shapes[side]):
+            matrix_shape, *_ = shapes = batch.matrices[0].shapes[side]
+            for index, shape in enumerate(shapes):
                 of_each = [parts[matrix, index] for matrix in batch.matrices]
                 if index in known:
                     tensors.append(batch.reused[index])
-                elif not self.sends[side] and (len(of_each) == 1 or (self._apart and len(shape) == 2)):
+                elif not self.sends[side] and (len(of_each) == 1 or (self._apart and shape == matrix_shape)):
                     views = [block[None] for ((_, block),) in of_each]
                     tensors.append(views if len(views) > 1 else views[0])
                 else:

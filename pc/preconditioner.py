@@ -107,7 +107,7 @@ class Preconditioner(Watch):
                 raise UserError(f"{name} was not loaded with its W, gamma, u and v")
 
     def note_loaded(self) -> None:
-        """Call it when all tensors of all weights were loaded: `weight` then counts as PC(W) of W."""
+        """Call it on every rank when all tensors of all weights were loaded: `weight` then counts as PC(W) of W."""
         self._note_written(State(Phase.WRITTEN))
 
     @torch.no_grad()

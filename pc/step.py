@@ -152,18 +152,20 @@ class Step:
 
 @torch.no_grad()
 def checksums(weights: Iterable[Tensors]) -> tuple[Any, Tensor]:
-    """What to compare with alone, because `model.float()` changes all values; then of this rank's shard of each W and of each
-    gamma the sum of its 4-byte words, [k] int64. It is the same in any order, so on any number of threads."""
-    parameters = zip(*((w.orig,) if w.gamma is None else (w.orig, w.gamma) for w in weights), strict=True)
-    shards = [shard for shards in shards_of(parameters) for shard in shards]
+    """What to compare with alone, because `model.float()` changes all values; then of this rank's shard of each W and then of each
+    gamma the sum of its 4-byte words, [2 n] int64. It is the same in any order, so on any number of threads."""
+    of_w, of_gamma = shards_of(zip(*((w.orig, w.gamma) for w in weights), strict=True))
     found = []
-    for shard in shards:
+    for shard in (*of_w, *of_gamma):
+        if shard is None:  # not learnable
+            found.append(torch.zeros((), dtype=torch.int64, device=of_w[0].device))
+            continue
         flat = shard.detach().reshape(-1)
         # two float32 at a time, if possible, are ten times as fast; of float64 the upper half's signs would cancel
         in_pairs = flat.itemsize == 4 and flat.numel() % 2 == 0 and flat.storage_offset() % 2 == 0
         word = torch.int64 if in_pairs else torch.int32 if flat.itemsize % 4 == 0 else torch.int16
         found.append(flat.view(word).sum())
-    return (shards[0].dtype, shards[0].device), torch.stack(found)
+    return (of_w[0].dtype, of_w[0].device), torch.stack(found)
 
 
 def should_move(weights: Iterable[Tensors], rates: Mapping[int, Any]) -> Tensor:

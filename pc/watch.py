@@ -125,8 +125,7 @@ class Watch:
                 raise UserError("pull_back() within no_sync(): call it after the backward pass that averages gradients")
             tensors = {name: weight.tensors() for name, weight in self.weights.items()}
             (kind, written), (kind_now, now) = self._checksums, checksums(tensors.values())
-            moved = self._found_moved.find(written != now) if kind == kind_now else None
-            if moved is not None:
+            if kind == kind_now and (moved := self._found_moved.find(written != now)) is not None:
                 name = [*tensors][moved % len(tensors)]
                 raise UserError(f"W or gamma of {name} {guard.MOVED.format(self._stepped())}")
             self._keeps_gradients = not set_to_none
@@ -184,7 +183,9 @@ class Watch:
             self._stuck = torch.where(has_moved | (self._stuck < 0), -1, self._stuck + should)
             index = self._found_stuck.find(self._stuck >= STUCK)
             if index is not None:
-                raise UserError(f"{self._stepped()} {guard.STUCK.format([*tensors][index], STUCK)}")
+                name, one = [*tensors.items()][index]
+                holder = next((o for o, ids in self._holders([one]).items() if id(one.orig) in ids), None)
+                raise UserError(f"{type(holder).__name__} {guard.STUCK.format(name, STUCK)}")
 
     # --- steps of optimizers
 

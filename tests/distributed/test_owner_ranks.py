@@ -7,10 +7,13 @@ import re
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
+import pc.step
 from helpers.ranks import run_ranks, sharded, unsharded
 from helpers.tiny import ROOT
 from pc import owner
@@ -123,3 +126,26 @@ def _page(rank):
 def test_the_page_runs_on_2_x_4_ranks():
     for values in run_ranks(8, _page):
         torch.testing.assert_close(values, torch.ones(16, 48))  # float32 of singular values
+
+
+def _beside_a_weight_of_its_own(rank, room):
+    """What W becomes if the first rank has another weight that no other knows."""
+    pc.step.KEPT_W_BYTES = room
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"dense": nn.Linear(8, 8, bias=False)})
+    if rank == 0:
+        model["own"] = nn.Linear(8, 8, bias=False)
+    pc.attach(model, pc.PCConfig(blocks=("*",)))
+    fully_shard(model["dense"], mesh=init_device_mesh("cpu", (2,)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    preconditioner = pc.precondition(model, optimizer)
+    sum(layer(torch.ones(4, 8)).tanh().square().mean() for layer in model.values()).backward()
+    preconditioner.pull_back()
+    optimizer.step()
+    return model["dense"].weight_orig.full_tensor().tolist()
+
+
+def test_what_an_owner_keeps_does_not_depend_on_weights_of_one_rank_alone():
+    bytes_of_w = 4 * 8 * 8
+    found = [run_ranks(2, _beside_a_weight_of_its_own, room) for room in (0, bytes_of_w)]
+    assert found[0][0] == found[0][1] == found[1][0] == found[1][1]

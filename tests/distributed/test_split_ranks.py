@@ -123,6 +123,14 @@ def test_sharded_splits_equal_whole_ones(layout):
         assert count == 9 * len(WEIGHTS) // degrees.get("pp", 1)
 
 
+def test_splits_in_batches_equal_those_one_by_one(monkeypatch):
+    """As on a GPU, where batches are of matrices that lie apart, and a weight may have several singular vectors."""
+    expected = train(pc.attach(plain(), CONFIG), like)
+    monkeypatch.setattr(owner, "ONE_BY_ONE", ())
+    for name, found in train(pc.attach(plain(), CONFIG), like).items():
+        assert (found - expected[name]).abs().max() < 1e-12 * expected[name].abs().max(), name
+
+
 def test_split_weights_are_preserved_and_merged():
     """PC(W) is the given weight, rows without PC are untouched, and the merged model is the plain one."""
     model = pc.attach(plain(), CONFIG)

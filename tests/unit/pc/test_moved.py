@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import pc
@@ -76,6 +77,15 @@ def without_gammas(make):
     return Loop(lambda p: make(p, lr=0.1), learnable_gamma=False)
 
 
+def beside_another():
+    """The optimizer that steps last moves all that it has."""
+    loop = without_gammas(torch.optim.SGD)
+    first, *others = [weight.effective for weight in loop.preconditioner.weights.values()]
+    loop.optimizers = [OwnData([first], lr=0.1), torch.optim.SGD(others, lr=0.1)]
+    loop.preconditioner.follow(*loop.optimizers)
+    train(loop)
+
+
 def after_another():
     """W has moved, by the optimizer before."""
     loop = without_gammas(torch.optim.SGD)
@@ -95,6 +105,7 @@ WRONG = {
         "OwnData has not moved W of 0.attention.wo in 16 steps",
     ),
     "its own list, after another": (after_another, "OwnData has not moved W of 0.attention.wo in 16 steps"),
+    "its own list, beside another": (beside_another, "OwnData has not moved W of 0.attention.wo in 16 steps"),
     "one left out": (lambda: train(without_gammas(LeavesOneOut)), "has not moved W of 0.feed_forward.w1 in 16 steps"),
     "moved after the step": (
         lambda: train(Loop(sgd), scale_in_data, 2),
@@ -119,6 +130,17 @@ WRONG = {
 def test_what_trains_other_weights_is_found(wrong, said):
     with pytest.raises(UserError, match=said):
         wrong()
+
+
+def test_a_gamma_is_named_where_other_weights_have_none():
+    models = [nn.ModuleDict({name: nn.Linear(8, 8, bias=False)}) for name in ("without", "with")]
+    for model, learnable in zip(models, (False, True), strict=True):
+        pc.attach(model, PCConfig(blocks=("*",), learnable_gamma=learnable))
+    preconditioner = pc.precondition(models, sgd([p for model in models for p in model.parameters()]))
+    preconditioner.weights["with"].gamma.data.mul_(0.99)
+    models[1]["with"](torch.ones(8)).sum().backward()
+    with pytest.raises(UserError, match="W or gamma of with was changed after"):
+        preconditioner.pull_back()
 
 
 def test_an_optimizer_is_looked_at_in_its_first_steps(monkeypatch):
@@ -213,7 +235,7 @@ def test_equal_values_are_no_move():
 
 
 def numbers(*weights):
-    return checksums([Tensors(None, weight, None, None, None) for weight in weights])[1].tolist()
+    return checksums([Tensors(None, weight, None, None, None) for weight in weights])[1][: len(weights)].tolist()
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.float64])
