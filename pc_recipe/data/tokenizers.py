@@ -111,7 +111,7 @@ class Tokenizer:
     def text_bytes(self) -> np.ndarray | None:
         """Bytes of UTF-8 that each id stands for [vocab_size], so that their sum over documents is the size of the text; None
         if the file does not say so. EOS takes back the space that some tokenizers put before a document."""
-        decoder = json.dumps(json.loads(self.content)["decoder"], ensure_ascii=False)
+        decoder = json.dumps(json.loads(self.content).get("decoder"), ensure_ascii=False)
         is_byte_level, has_byte_fallback = '"ByteLevel"' in decoder, self.has_byte_fallback
         if not is_byte_level and "▁" not in decoder:
             return None
