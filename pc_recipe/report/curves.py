@@ -21,8 +21,9 @@ _REMEDY = "turn validation on with [validation] enable = true and a freq below t
 
 
 def unit(runs: Sequence[RunLog]) -> tuple[str, str]:
-    """The logged metric by which runs are compared, and its unit: bits per byte, if all have logged them."""
-    if all(BITS_PER_BYTE in run.keys() for run in runs):
+    """The logged metric by which runs are compared, and its unit: bits per byte, if every validation of each has
+    them; a run that an earlier version began lacks the first ones."""
+    if all(len(run.series(BITS_PER_BYTE)) == len(run.series(VALIDATION)) > 0 for run in runs):
         return BITS_PER_BYTE, "bits per byte"
     return VALIDATION, "nats per token"
 

@@ -57,6 +57,15 @@ def test_losses_are_in_bits_per_byte_where_all_runs_have_logged_them(tmp_path):
         assert (page.count("validation loss (bits per byte)") > 0) == with_bits
 
 
+def test_validations_from_before_bits_per_byte_were_logged_stay_on_the_page(tmp_path):
+    """Of a run that an earlier version began: its losses are all in nats per token."""
+    paths = runs(tmp_path)
+    for path, values in zip(paths, ((5.0, 4.0, 3.0), (4.0, 3.0, 2.5)), strict=True):
+        first, *later = validations(values)
+        write_run(path, [first, *(line | {BITS_PER_BYTE: line["validation_loss"] / 4} for line in later)])
+    assert "pc ends 0.500 nats per token below baseline, whose" in run_page.write(paths, tmp_path / "report.html")
+
+
 def test_what_pc_cost_is_measured_within_its_run(tmp_path):
     """Not the difference of two runs, between which the machine's load may change."""
     paths = runs(tmp_path)
