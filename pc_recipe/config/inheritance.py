@@ -24,7 +24,7 @@ from pydantic_core import ErrorDetails
 
 from pc.command import plain
 from pc.errors import UserError
-from pc_recipe.config.schema import GONE, INSTEAD, Config
+from pc_recipe.config.schema import GONE, HOLDS, INSTEAD, Config
 from pc_recipe.config.sections import Section, keys_of
 from pc_recipe.files import look
 from pc_recipe.files.atomic import write_atomically
@@ -57,6 +57,16 @@ def read_config(run: Path) -> Config | None:
         return load_config(run / "config.toml")
     except UserError:
         return None
+
+
+def read_earlier(run: Path) -> Config | None:
+    """The configuration of what a run has trained so far; None if its folder has none.
+
+    Raises:
+        UserError: this version cannot read it, so it cannot say what going on would change.
+    """
+    file = run / "config.toml"
+    return load_config(file) if look.is_there(file) else None
 
 
 def write_config(config: Config, destination: str | Path) -> None:
@@ -105,7 +115,10 @@ def _chain(path: Path) -> Iterator[tuple[Path, bytes, dict[str, Any]]]:
         except (ValueError, RecursionError) as error:  # wrong syntax, encoding, too many digits or levels
             raise UserError(f"{path}{child}: not valid TOML: {error}") from None
         parent = values.pop("parent", None)
-        if path.name == "config.toml" and content.startswith(RESOLVED.encode()):  # of a run whose folder may have moved
+        is_resolved = content.startswith(RESOLVED.encode())
+        if is_resolved:  # of a run, perhaps of an earlier version
+            _drop_gone(values, path)
+        if is_resolved and path.name == "config.toml":  # the run's folder may have moved
             job = values.setdefault("job", {})
             if isinstance(job, dict) and os.path.realpath(str(job.get("dump_folder"))) != os.path.realpath(path.parent):
                 job["dump_folder"] = str(path.parent)
@@ -113,6 +126,20 @@ def _chain(path: Path) -> Iterator[tuple[Path, bytes, dict[str, Any]]]:
         if parent is None:
             return
         child, path = f" (parent of {path})", path.parent / str(parent)
+
+
+def _drop_gone(values: dict[str, Any], path: Path) -> None:
+    """Remove the keys of earlier versions from what a run has written, if what they say holds without them too."""
+    for name, instead in GONE.items():
+        section, _, key = name.partition(".")
+        table = values.get(section)
+        if not isinstance(table, dict) or key not in table:
+            continue
+        value = table.pop(key)
+        if value != HOLDS.get(name, value):
+            raise UserError(
+                f"{path}: {name} = {value!r} is of an earlier version, and the run goes on only with that version: {instead}"
+            )
 
 
 def _words(words: Sequence[str], schema: type[Schema]) -> Iterator[Schema]:
@@ -200,7 +227,7 @@ def _unknown(name: str, schema: type[Section]) -> str:
     if name in INSTEAD:
         return f"{name} is not supported by this trainer; see {INSTEAD[name]}"
     if name in GONE:
-        return f"{name} is no key any more; delete its line: {GONE[name]}"
+        return f"{name} is no key any more; leave it out: {GONE[name]}"
     known = [key for key, *_ in keys_of(schema())]
     if name in known:  # but in quotes
         return f"{name}: write it without quotes, or below [{name.rpartition('.')[0]}]"

@@ -48,6 +48,12 @@ GONE = {
     "optimizer.muon_steps": "Muon takes 5 Newton-Schulz steps",
 }
 """{key of earlier versions: what holds without it}"""
+HOLDS = {
+    "optimizer.muon_adjust_lr": "match_rms_adamw",
+    "optimizer.muon_nesterov": True,
+    "optimizer.muon_steps": 5,
+}
+"""{key of `GONE` that decided a result: its value that holds now}"""
 
 
 class Job(Section):

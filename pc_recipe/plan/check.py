@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pc.errors import UserError
-from pc_recipe.config import Config, load_config, read_config, rules, run_key
+from pc_recipe.config import Config, load_config, read_earlier, rules, run_key
 from pc_recipe.config.rank_batches import RankBatches
 from pc_recipe.config.schema import Data
 from pc_recipe.data.manifest import Manifest, require_different, require_same_tokenizer
@@ -246,7 +246,7 @@ def _check_finished(result: CheckResult, config: Config) -> None:
 def _check_resume(result: CheckResult, config: Config) -> None:
     """Whether the run in this config's folder can continue with these weights; the trainer checks its checkpoint again."""
     folder = config.folder
-    before, now = run_key.weights_key(read_config(folder) or config), run_key.weights_key(config)
+    before, now = run_key.weights_key(_try(result, read_earlier, folder) or config), run_key.weights_key(config)
     for key in run_key.differing_keys(before, now)[:1]:
         result.add_error(
             f"{key} is {before.get(key)} in the run of {folder}, {now.get(key)} in the config; use the run's, or another "

@@ -11,7 +11,7 @@ from pc.api import preserve
 from pc.errors import UserError
 from pc_recipe.checkpoints import fingerprint, run_tokenizer
 from pc_recipe.checkpoints.folder import CheckpointFolder
-from pc_recipe.config import Config, read_config
+from pc_recipe.config import Config, read_earlier
 from pc_recipe.config.rank_batches import RankBatches
 from pc_recipe.config.run_key import BATCH, STARTS, all_values
 from pc_recipe.config.sections import RESULT, keys_of
@@ -93,7 +93,7 @@ def _take_loaded(config: Config, optimizers: Optimizers, is_plain: bool) -> None
 
 def _say_what_changed(folder: Path, config: Config, batches: RankBatches, optimizers: Optimizers) -> None:
     """Warn of keys that decide the result and differ from the run's earlier part; of the rate, say how to go back."""
-    earlier = read_config(folder) or config
+    earlier = read_earlier(folder) or config
     before, now = all_values(earlier), all_values(config)
     with contextlib.suppress(UserError):  # the earlier number of ranks is not known
         before[BATCH] = RankBatches.of(earlier, read_environment(folder).get("world_size", 0)).sequences

@@ -5,6 +5,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import tomli_w
 import torch
@@ -16,6 +17,7 @@ from pc import PCConfig, attach, effective_weight, named_weights
 from pc.blocks import BLOCK_SUFFIXES
 from pc.method import power_iteration
 from pc_recipe.checkpoints.writer import ChecksummedWriter
+from pc_recipe.config import Config, write_config
 from pc_recipe.files.run_folder import write_state
 from pc_recipe.train.llama2 import Llama2
 
@@ -89,6 +91,25 @@ def save_checkpoint(run: Path, with_pc: bool, level=4) -> Llama2:
     """A run of the tiny model; returns the plain model with the effective weights."""
     pc_config = PCConfig(level=level) if with_pc else None
     return make_run(run, None, pc_config, "tiny", vocab_size=64).model
+
+
+OF_EARLIER = {
+    "checkpoint": {"export_dtype": "float32"},
+    "comm": {"trace_buf_size": 20_000},
+    "optimizer": {"muon_nesterov": True, "muon_steps": 5, "muon_adjust_lr": "match_rms_adamw"},
+}
+"""The keys that are gone, with the defaults that they had."""
+
+
+def make_earlier(folder: Path, config: Config, **optimizer: Any) -> Path:
+    """The config.toml of a run, as an earlier version wrote it: with all keys that it had, and their defaults."""
+    write_config(config, folder / "config.toml")
+    comments = [line for line in (folder / "config.toml").read_text().splitlines() if line.startswith("#")]
+    tables = config.model_dump(exclude_none=True)
+    tables |= {section: tables[section] | keys for section, keys in OF_EARLIER.items()}
+    tables["optimizer"] |= optimizer
+    (folder / "config.toml").write_text("\n".join([*comments, tomli_w.dumps(tables)]))
+    return folder / "config.toml"
 
 
 def make_begun(folder: Path) -> None:

@@ -96,7 +96,7 @@ def test_command_line_words_take_the_declared_type(write, words, expected):
         ("axes = {}", "unknown key axes; this kind of file has job, profiling, metrics,"),
         ('"optimizer.lr" = 1', "optimizer.lr: write it without quotes, or below [optimizer]"),
         ("[training]\ndataset = 'x'", "training.dataset is not supported by this trainer; see data.path"),
-        ("[optimizer]\nmuon_steps = 5", "optimizer.muon_steps is no key any more; delete its line: Muon takes 5 "),
+        ("[optimizer]\nmuon_steps = 5", "optimizer.muon_steps is no key any more; leave it out: Muon takes 5 "),
         ("training = 3", "training = 3 should be a valid dictionary"),
         ("[training]\nsteps = 0", "training.steps = 0 should be greater than or equal to 1"),
         ('[job]\ndescription = "\\u0000"', "job.description"),

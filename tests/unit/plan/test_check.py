@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
 from torchtitan.distributed.activation_checkpoint import apply_ac
 
-from helpers.made_runs import make_begun
+from helpers.made_runs import make_begun, make_earlier
 from helpers.tiny import ROOT, model_args
 from pc_recipe.config import Config, load_config, rules
 from pc_recipe.config.model_sizes import FLAVORS
@@ -164,6 +164,29 @@ def test_a_run_does_not_go_on_with_another_model(tmp_path, words, said):
     make_begun(tmp_path)
     config = load_config(ROOT / "train_configs/debug.toml", [f"--job.dump_folder={tmp_path}", words])
     errors = check_settings(config).errors
+    assert len(errors) == bool(said) and "".join(errors).startswith(said.format(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "earlier, words, said",
+    [
+        ({}, [], ""),
+        ({}, ["--optimizer.name=MuonH"], "optimizer.name is Muon in the run of {}, MuonH in the config"),
+        (
+            {"muon_steps": 3},
+            [],
+            "{}/config.toml: optimizer.muon_steps = 3 is of an earlier version, and the run goes on only ",
+        ),
+        ({"muon_nesterov": False}, [], "{}/config.toml: optimizer.muon_nesterov = False is of an earlier version"),
+        ({"muon_adjust_lr": "original"}, [], "{}/config.toml: optimizer.muon_adjust_lr = 'original' is of an earlier"),
+        ({"muon_stops": 3}, [], "{}/config.toml: unknown key optimizer.muon_stops"),
+    ],
+)
+def test_a_run_of_an_earlier_version_goes_on_if_its_keys_that_are_gone_hold(tmp_path, earlier, words, said):
+    make_begun(tmp_path)
+    given = ["--optimizer.name=Muon", f"--job.dump_folder={tmp_path}"]
+    make_earlier(tmp_path, load_config(ROOT / "train_configs/debug.toml", given), **earlier)
+    errors = check_settings(load_config(ROOT / "train_configs/debug.toml", [*given, *words])).errors
     assert len(errors) == bool(said) and "".join(errors).startswith(said.format(tmp_path))
 
 

@@ -9,6 +9,7 @@ from unittest.mock import call, create_autospec
 import pytest
 import torch
 
+from helpers.made_runs import make_earlier
 from pc.errors import UserError
 from pc.preconditioner import Preconditioner
 from pc_recipe.checkpoints import run_tokenizer
@@ -243,6 +244,21 @@ def test_a_longer_run_says_how_its_learning_rate_continues(config_of, tokenizer,
     )
     (line,) = said([], rates=((0.1,), (0.2,)))  # an older version may have had another schedule
     assert line.startswith("continues with another schedule: the rate goes from 0.1 to 0.2")
+
+
+def test_a_run_of_an_earlier_version_is_compared_with_what_it_was(config_of, tokenizer, tiny_config, monkeypatch):
+    """Its config.toml has keys that are gone; with other values than those that hold now it does not go on."""
+    folder = tiny_config[1]
+    before, now = config_of(), config_of("--optimizer.lr", "2e-2")
+    folder.mkdir(exist_ok=True)
+    make_earlier(folder, before)
+    lines: list[str] = []
+    monkeypatch.setattr(start.logger, "warning", lines.append)
+    _load(now, _checkpoint(now, tokenizer))
+    assert lines == ["continues with optimizer.lr 0.01 -> 0.02"]
+    make_earlier(folder, before, muon_steps=3)
+    with pytest.raises(UserError, match="optimizer.muon_steps = 3 is of an earlier version"):
+        start._say_what_changed(folder, now, RankBatches.of(now, 1), create_autospec(Optimizers, instance=True))
 
 
 def test_a_batch_that_changes_with_the_number_of_ranks_is_reported(config_of, tokenizer, tiny_config, monkeypatch):
