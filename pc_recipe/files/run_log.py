@@ -18,7 +18,8 @@ METRICS_FILE = "metrics.jsonl"
 VALIDATION = "validation_loss"
 """The logged metric by which runs are compared, in nats per token."""
 BITS_PER_BYTE = "validation_bits_per_byte"
-"""The same loss per byte of text, where the tokenizer says how many bytes a token is; so tokenizers can be compared."""
+"""The same loss per byte of text, so not in units of one tokenizer, where that says how many bytes a token is. `report.py`
+still refuses two tokenizers, because so many sequences are then other text."""
 RESUMED_FROM = "resumed_from"
 """Alone in a line, without other keys: training continued after this step."""
 
