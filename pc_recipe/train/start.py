@@ -107,10 +107,8 @@ def _say_what_changed(folder: Path, config: Config, batches: RankBatches, optimi
     rate, is_scheduled = "", any(key.startswith("lr_scheduler.") or key == "training.steps" for key in keys)
     if is_scheduled or not math.isclose(old, new, rel_tol=1e-6):
         total = earlier.lr_scheduler.total_steps or earlier.training.steps
-        rate = (
-            f": the rate goes from {old:.3g} to {new:.3g} (--lr_scheduler.total_steps {total} keeps a schedule of "
-            f"{total} steps)"
-        )
+        goes = f"goes from {old:.3g} to {new:.3g}" if f"{old:.3g}" != f"{new:.3g}" else f"is still {new:.3g}"
+        rate = f": the rate {goes} (--lr_scheduler.total_steps {total} keeps a schedule of {total} steps)"
     if changed or rate:
         logger.warning(f"continues with {', '.join(changed) or 'another schedule'}{rate}")
 

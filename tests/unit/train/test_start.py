@@ -240,7 +240,7 @@ def test_a_longer_run_says_how_its_learning_rate_continues(config_of, tokenizer,
     kept = ["--training.steps", "7", "--lr_scheduler.total_steps", "6"]
     (line,) = said(kept)  # the rate stays, but a schedule changed
     assert line.startswith(
-        "continues with lr_scheduler.total_steps None -> 6, training.steps 6 -> 7: the rate goes from"
+        "continues with lr_scheduler.total_steps None -> 6, training.steps 6 -> 7: the rate is still 0.1"
     )
     (line,) = said([], rates=((0.1,), (0.2,)))  # an older version may have had another schedule
     assert line.startswith("continues with another schedule: the rate goes from 0.1 to 0.2")
