@@ -1,6 +1,5 @@
 """Odd values for every key are accepted, or refused in a line or two without a traceback."""
 
-import itertools
 import time
 
 import pytest
@@ -30,12 +29,9 @@ def require_plain_words(key: str, value: str) -> bool:
     return bool(findings)
 
 
-@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.soak)])
-def test_odd_values_of_every_key(every):
-    """One value for each key in turn, or all values for all keys."""
-    cases = [(key, value) for key in KEYS for value in ODD] if every else zip(KEYS, itertools.cycle(ODD), strict=False)
-    outcomes = [require_plain_words(key, value) for key, value in cases]
-    assert 0.4 * len(outcomes) < sum(outcomes) < 0.95 * len(outcomes)
+def test_odd_values_of_every_key():
+    outcomes = [require_plain_words(key, value) for key in KEYS for value in ODD]
+    assert 0.4 * len(outcomes) < sum(outcomes) < 0.9 * len(outcomes)
 
 
 @pytest.mark.parametrize(
