@@ -11,7 +11,7 @@ or versions; `pc.watch` decides when a pass runs. The way of one gradient and on
     polynomial   vjp: the product through the map; back up, the results go to the ranks that hold shards
     watch        the optimizer's step has moved W: once all have stepped,
     step         write: W, gamma, u, v of each weight; results go into PC(W), u, v
-    owner        Plan.run, the same plan; its batches have kept squares from the write for the pull back
+    owner        Plan.run, of all weights the same plan; its batches have kept squares from the write for the pull back
     splits       WeightSplit.evaluate
     method       Method.evaluate: Gram matrix, power iteration, second start, s
     polynomial   apply_and_keep: the map
@@ -39,6 +39,8 @@ KEPT_BYTES = 256 * 2**20
 KEPT_W_BYTES = 512 * 2**20
 # Of the norm of PC(W), as loaded: four times what tf32 changes (docs/performance.md#precision).
 TOLERANCE = 2e-3
+# Half of `pc.watch.LOOKS`: some optimizers leave out their first step, as SOAP, or add up the gradients of several.
+STUCK = 16
 
 
 class Step:
@@ -152,16 +154,17 @@ class Step:
 
 @torch.no_grad()
 def checksums(weights: Iterable[Tensors]) -> tuple[Any, Tensor]:
-    """What to compare with alone, because `model.float()` changes all values; then of this rank's shard of each W and then of each
-    gamma the sum of its 4-byte words, [2 n] int64. It is the same in any order, so on any number of threads."""
-    of_w, of_gamma = shards_of(zip(*((w.orig, w.gamma) for w in weights), strict=True))
+    """Sums of the bits, as integers, of this rank's shard of each W, then of each gamma, then of all u and v, [2 n + 1] int64:
+    the same in any order, so on any number of threads. Before them the dtype and device; sums of others are not compared,
+    because `model.float()` changes all values."""
+    of_w, of_gamma, *vectors = shards_of(zip(*((w.orig, w.gamma, w.u, w.v) for w in weights), strict=True))
     found = []
-    for shard in (*of_w, *of_gamma):
+    for shard in (*of_w, *of_gamma, torch.cat([one.flatten() for of_all in vectors for one in of_all])):
         if shard is None:  # not learnable
             found.append(torch.zeros((), dtype=torch.int64, device=of_w[0].device))
             continue
         flat = shard.detach().reshape(-1)
-        # two float32 at a time, if possible, are ten times as fast; of float64 the upper half's signs would cancel
+        # two float32 at a time, if possible, are ten times as fast; of whole float64 two changed signs would cancel
         in_pairs = flat.itemsize == 4 and flat.numel() % 2 == 0 and flat.storage_offset() % 2 == 0
         word = torch.int64 if in_pairs else torch.int32 if flat.itemsize % 4 == 0 else torch.int16
         found.append(flat.view(word).sum())
@@ -186,6 +189,32 @@ def should_move(weights: Iterable[Tensors], rates: Mapping[int, Any]) -> Tensor:
                 should = size.isfinite() & (size.clamp(max=1.0) * rate > torch.finfo(shard.dtype).eps * largest)
         found.append(should)
     return torch.stack(found)
+
+
+class Stuck:
+    """Finds a W that has not moved in `STUCK` writes before which it should have, and in no other."""
+
+    def __init__(self) -> None:
+        self._should: Tensor | None = None
+        """whether each W should move before the next write, [n]"""
+        self._times: Any = 0
+        """in how many writes each W should have moved and had not, -1 once it has, [n]"""
+        self._found = Arrival()
+
+    def expect(self, should: Tensor) -> None:
+        self._should = should if self._should is None else self._should | should
+
+    def look(
+        self,
+        before: Tensor,  # checksums at the last write
+        now: Tensor,  # and at this one
+    ) -> int | None:  # the index of a W
+        if self._should is None:
+            return None
+        should, self._should = self._should, None
+        has_moved = (before != now)[: len(should)]  # W, not gamma
+        self._times = torch.where(has_moved | (self._times < 0), -1, self._times + should)
+        return self._found.find(self._times >= STUCK)
 
 
 class Arrival:

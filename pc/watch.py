@@ -8,17 +8,20 @@ parallelism. What `weight`, its gradient and W are to each other is one attribut
     MOVED          W or gamma is newer than PC(W). After a step, guards on the modules write PC(W) before a forward pass.
     ENDED          `pc.merge` or `pc.detach` has removed PC.
 
-    WRITTEN ── pull_back ──> PULLED_BACK, all wait ── a step ──> MOVED, others wait ── the last step ──> write, WRITTEN
-                                     ^                             │
-                                     └── a forward pass, write_pc ─┘  PULLED_BACK, others wait
+    in                       by                           becomes
+    WRITTEN, PULLED_BACK     pull_back                    PULLED_BACK, all wait, also who skipped the last step
+    PULLED_BACK, some wait   a step of one of them        MOVED, the others wait
+    PULLED_BACK or MOVED     a step of the last to wait   WRITTEN: PC(W) is written
+    MOVED, some wait         a forward pass, `write_pc`   PULLED_BACK, the same wait
+    MOVED, none waits        `write_pc`                   WRITTEN
+    any, none waits          a step on gradients of W     as the steps above, as if all had waited
+    any                      somebody changes W           MOVED, without guards: pull_back is refused until `write_pc`
+    any                      a write fails                MOVED
+    any                      a whole state loads          WRITTEN
 
-    WRITTEN, PULLED_BACK ── pull_back ──> PULLED_BACK, all wait: a step begins, whoever has skipped the last one
-    any ── somebody changes W ──> MOVED, without guards; pull_back is refused until `write_pc`
-    any ── a whole state loads ─> WRITTEN
-
-`stepping` is the last optimizer whose step may have moved W; it waits until that step has ended. So a step that raises has
-not been taken, and version counters tell whether it has moved W. A closure pulls back inside a step, which begins nothing new
-for those that wait. `pull_back` is linear in the gradient, so one call on the accumulated gradient equals the sum of the
+`stepping` is the last optimizer whose step may have moved W, and it is in `waiting` until that step has ended. So a step that
+raises has not been taken, and version counters tell whether it has moved W. A closure pulls back inside a step, which leaves
+`waiting` as it is. `pull_back` is linear in the gradient, so one call on the accumulated gradient equals the sum of the
 backward passes of `pc.PCLinear`. Both passes go on in `pc.step`.
 """
 
@@ -38,12 +41,11 @@ from torch.utils.hooks import RemovableHandle
 
 from pc import guard
 from pc.errors import UserError
-from pc.step import Arrival, Step, checksums, should_move
+from pc.step import STUCK, Arrival, Step, Stuck, checksums, should_move
 from pc.weight import Tensors, Weight, require_in_place, versions
 
-LOOKS, STUCK = 32, 16
-"""An optimizer is wrong if W should have moved in 16 of its first 32 steps and did not in any. Some leave out their first
-step, as SOAP, or add up the gradients of several."""
+LOOKS = 32
+"""The first steps of an optimizer, in which it must move W (`pc.step.Stuck`)."""
 
 Phase = Enum("Phase", ["WRITTEN", "PULLED_BACK", "MOVED", "ENDED"])
 
@@ -79,14 +81,10 @@ class Watch:
         """whether the closure of a step is running, in which gradients are pulled back when they are needed"""
         self._worst: Tensor | None = None
         """the largest ratio of a second start on this rank since the last `take_worst`"""
-        self._looks = Counter[Optimizer]()
+        self._looks, self._stuck = Counter[Optimizer](), Stuck()
         self._checksums: tuple[Any, Tensor]
-        """of W and gamma when PC(W) was written"""
-        self._should_move: Tensor | None = None
-        """whether each W should move before the next write, [n]"""
-        self._stuck: Any = 0
-        """in how many looks each W should have moved and did not, -1 once it has, [n]"""
-        self._found_moved, self._found_stuck = Arrival(), Arrival()
+        """of what PC(W) was computed from when it was written"""
+        self._found_moved = Arrival()
         self._lock = threading.RLock()  # a thread may evaluate while a step is taken
         self._note_written(State(Phase.WRITTEN))
 
@@ -126,8 +124,8 @@ class Watch:
             tensors = {name: weight.tensors() for name, weight in self.weights.items()}
             (kind, written), (kind_now, now) = self._checksums, checksums(tensors.values())
             if kind == kind_now and (moved := self._found_moved.find(written != now)) is not None:
-                name = [*tensors][moved % len(tensors)]
-                raise UserError(f"W or gamma of {name} {guard.MOVED.format(self._stepped())}")
+                changed = [*(f"W or gamma of {name}" for name in tensors)] * 2 + ["u or v"]
+                raise UserError(f"{changed[moved]} {guard.MOVED.format(self._stepped())}")
             self._keeps_gradients = not set_to_none
             used = {name: one for name, one in tensors.items() if one.effective.grad is not None}
             if len(used) < len(tensors):  # another parameter may have got the weight's place and gradient
@@ -177,15 +175,10 @@ class Watch:
         (kind, before), self._checksums = self._checksums, checksums(tensors.values())
         kind_now, now = self._checksums
         self._set(self._state._replace(phase=Phase.PULLED_BACK if self._state.waiting else Phase.WRITTEN))
-        if self._should_move is not None and kind == kind_now:
-            should, self._should_move = self._should_move, None
-            has_moved = (before != now)[: len(should)]  # W, not gamma
-            self._stuck = torch.where(has_moved | (self._stuck < 0), -1, self._stuck + should)
-            index = self._found_stuck.find(self._stuck >= STUCK)
-            if index is not None:
-                name, one = [*tensors.items()][index]
-                holder = next((o for o, ids in self._holders([one]).items() if id(one.orig) in ids), None)
-                raise UserError(f"{type(holder).__name__} {guard.STUCK.format(name, STUCK)}")
+        if kind == kind_now and (stuck := self._stuck.look(before, now)) is not None:
+            name, one = [*tensors.items()][stuck]
+            holder = next((o for o, ids in self._holders([one]).items() if id(one.orig) in ids), None)
+            raise UserError(f"{type(holder).__name__} {guard.STUCK.format(name, STUCK)}")
 
     # --- steps of optimizers
 
@@ -196,14 +189,15 @@ class Watch:
 
     @torch.compiler.disable
     def _before_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        self._find_changes()  # by others, such as a load; after the step W has changed anyway
         _, *given = args  # the optimizer is the first
         closure = kwargs.get("closure", given[0] if given else None)
-        waits = optimizer in self._state.waiting
-        self._state = self._state._replace(stepping=None)
-        if closure is None and self.has_gradients():
-            raise UserError(guard.NOT_PULLED_BACK)
-        self._begin(optimizer)
+        with self._lock:
+            self._find_changes()  # by others, such as a load; after the step W has changed anyway
+            waits = optimizer in self._state.waiting
+            self._state = self._state._replace(stepping=None)
+            if closure is None and self.has_gradients():
+                raise UserError(guard.NOT_PULLED_BACK)
+            self._begin(optimizer)
         if closure is None:
             return None
         with_pc = partial(self._run_closure, closure, optimizer, waits)
@@ -227,16 +221,17 @@ class Watch:
             should = should_move(tensors, rates)
             if hasattr(optimizer, "found_inf"):  # a fused step under a gradient scaler, which may do nothing
                 should = should & (optimizer.found_inf == 0)
-            self._should_move = should if self._should_move is None else self._should_move | should
+            self._stuck.expect(should)
 
     def _run_closure(self, closure: Any, optimizer: Optimizer, waits: bool) -> Any:
         """`closure` with PC(W) of what W is now, and with gradients pulled back. `waits`: the optimizer has yet to step."""
-        is_behind = self._state.phase is Phase.MOVED  # by others
-        self._find_changes()  # by this step itself, if it calls the closure again, as LBFGS does
-        if self._state.phase is Phase.MOVED:
-            # u and v advance, unless only others have moved W: then the end of this step advances them
-            self._write(advance=not (is_behind and waits), share=False)
-        waiting = self._state.waiting
+        with self._lock:
+            is_behind = self._state.phase is Phase.MOVED  # by others
+            self._find_changes()  # by this step itself, if it calls the closure again, as LBFGS does
+            if self._state.phase is Phase.MOVED:
+                # u and v advance, unless only others have moved W: then the end of this step advances them
+                self._write(advance=not (is_behind and waits), share=False)
+            waiting = self._state.waiting
         self._runs_closure = True
         try:
             with torch.enable_grad():
@@ -252,22 +247,23 @@ class Watch:
 
     @torch.compiler.disable
     def _after_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
-        phase, waiting, stepping = self._state
-        now = versions(self.weights.values())
-        if stepping is not optimizer:
-            self._versions = now
-            return
-        self._looks[optimizer] += 1
-        both = zip(self.weights, self._versions, now, strict=True)
-        wrong = [name for name, (of_pc, *_), (of_pc_now, *_) in both if of_pc != of_pc_now]
-        # it stays `stepping`, because a subclass may move W after its parent's step, which has hooks of its own
-        self._state = State(phase, waiting - {optimizer}, optimizer)
-        if self._state.waiting:
-            self._set(self._state._replace(phase=Phase.MOVED))
-        else:
-            self._write(advance=True, share=True)
-        if wrong:
-            raise UserError(f"{self._stepped()} {guard.MOVED_PC.format(wrong[0])}")
+        with self._lock:
+            phase, waiting, stepping = self._state
+            now = versions(self.weights.values())
+            if stepping is not optimizer:
+                self._versions = now
+                return
+            self._looks[optimizer] += 1
+            both = zip(self.weights, self._versions, now, strict=True)
+            wrong = [name for name, (of_pc, *_), (of_pc_now, *_) in both if of_pc != of_pc_now]
+            # it stays `stepping`, because a subclass may move W after its parent's step, which has hooks of its own
+            self._state = State(phase, waiting - {optimizer}, optimizer)
+            if self._state.waiting:
+                self._set(self._state._replace(phase=Phase.MOVED))
+            else:
+                self._write(advance=True, share=True)
+            if wrong:
+                raise UserError(f"{self._stepped()} {guard.MOVED_PC.format(wrong[0])}")
 
     def _stepped(self) -> str:
         return "an optimizer" if self._state.stepping is None else type(self._state.stepping).__name__
@@ -289,8 +285,7 @@ class Watch:
 
     def _note_followed(self) -> None:
         """After other optimizers are followed: who has yet to step in the step that has begun."""
-        self._looks.clear()
-        self._stuck = 0
+        self._looks, self._stuck = Counter(), Stuck()
         phase, waiting, _ = self._state
         followed = self._holders([weight.tensors() for weight in self.weights.values()]).keys()
         self._state = State(phase, frozenset(followed if phase is Phase.PULLED_BACK else waiting & followed))
@@ -304,7 +299,7 @@ class Watch:
             `weight`, but not all      an error, unless PC(W) is older and will be written anyway
 
         Counters answer at once, without waiting for the device, and tell these three apart. Neither fused optimizers nor
-        changes through `.data` move them: checksums find those, when gradients are pulled back.
+        changes through `.data` move them: checksums find those, and changes of u or v alone, when gradients are pulled back.
         """
         if self._state.phase is Phase.ENDED:
             raise UserError(guard.ENDED)
@@ -313,13 +308,14 @@ class Watch:
         if not any(map(any, changes)):
             return
         require_in_place(self.weights.values(), self._models)
-        for weight, (effective, trained, u) in zip(self.weights.values(), changes, strict=True):
-            if effective and not (trained and u) and self._state.phase is not Phase.MOVED:
+        loaded = [effective and any(trained) and u for effective, *trained, u, _ in changes]
+        for weight, (effective, *_others), is_loaded in zip(self.weights.values(), changes, loaded, strict=True):
+            if effective and not is_loaded and self._state.phase is not Phase.MOVED:
                 raise UserError(f"{weight.name} {guard.CHANGED.format(weight.attribute)}")
         tensors = {name: weight.tensors() for name, weight in self.weights.items()}
-        if any(map(all, changes)) and self._step.has_written(tensors):
-            self._note_written(State(Phase.WRITTEN) if all(map(all, changes)) else self._state)
-        elif any(trained for _, trained, _ in changes):
+        if any(loaded) and self._step.has_written(tensors):
+            self._note_written(State(Phase.WRITTEN) if all(loaded) else self._state)
+        elif any(any(trained) for _, *trained, _u, _v in changes):
             self._state = self._state._replace(phase=Phase.MOVED)
         self._versions = versions(self.weights.values())
 

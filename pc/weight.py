@@ -170,15 +170,13 @@ def _ones(split: WeightSplit, effective: Tensor) -> Tensor:
 
 
 def versions(weights: Iterable[Weight]) -> list[list[Any]]:
-    """For each weight, numbers that change when PC(W), when W or gamma, and when u is written to."""
+    """For each weight, what changes when PC(W), W, gamma if it is learnable, u or v is written to."""
     found = []
     for weight in weights:
-        effective, orig, gamma, u, _ = weight.tensors()
-        tensors = [effective, u, orig] if gamma is None else [effective, u, orig, gamma]
+        tensors = [one for one in weight.tensors() if one is not None]
         # a DTensor has two counters: of autograd's operations, and of those on its shard
         (shards,) = shards_of([tensors])
-        of_pc, of_u, *trained = [(one._version, shard._version) for one, shard in zip(tensors, shards, strict=True)]
-        found.append([of_pc, trained, of_u])
+        found.append([(one._version, shard._version) for one, shard in zip(tensors, shards, strict=True)])
     return found
 
 

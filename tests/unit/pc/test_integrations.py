@@ -101,7 +101,8 @@ def test_a_resumed_trainer_equals_a_straight_one(tmp_path):
     file = tmp_path / "checkpoint-4" / "model.safetensors"
     state = load_file(file)
     # a plain model's checkpoint; and one as of mixtures of experts, whose saved names transformers' Trainer does not find
-    for lacks, weight in (("weight_", "o_proj"), ("up_proj", "up_proj")):
+    missing = [("weight_", "o_proj"), ("up_proj", "up_proj"), ("weight_gamma", "o_proj"), ("weight_v", "o_proj")]
+    for lacks, weight in missing:
         save_file({name: t for name, t in state.items() if lacks not in name}, file, {"format": "pt"})
         with pytest.raises(UserError, match=rf"checkpoint-4: .*{weight} was not loaded with its W"):
             make_trainer(tmp_path, 5).train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))

@@ -235,7 +235,8 @@ def test_equal_values_are_no_move():
 
 
 def numbers(*weights):
-    return checksums([Tensors(None, weight, None, None, None) for weight in weights])[1][: len(weights)].tolist()
+    nothing = torch.zeros(0)
+    return checksums([Tensors(None, weight, None, nothing, nothing) for weight in weights])[1][: len(weights)].tolist()
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.float64])

@@ -102,18 +102,35 @@ def test_a_change_of_pc_is_refused_beside_a_change_of_w(w_of, pc_of):
     require_refused(CHANGED, loop.preconditioner.write_pc)
 
 
-@pytest.mark.parametrize("changed", ["weight_orig", "weight_gamma"])
-def test_a_change_of_w_or_gamma_alone(changed):
+@pytest.mark.parametrize(
+    "changed, said",
+    [
+        ("weight_orig", STALE),
+        ("weight_gamma", STALE),
+        ("weight_u", "u or v was changed"),
+        ("weight_v", "u or v was changed"),
+    ],
+)
+def test_a_change_of_what_pc_is_computed_from(changed, said):
     """Pull-back is refused until PC(W) is written, so that gradients belong to the weights that forward passes used."""
     loop = Loop(sgd)
     with torch.no_grad():
-        getattr(loop.model[0].attention["wo"], changed).mul_(2.0)
+        getattr(loop.model[0].attention["wo"], changed)[..., :1].mul_(2.0)
     loop.backward()
-    require_refused(STALE, loop.pull_back)
+    require_refused(said, loop.pull_back)
     loop.zero_grad()
     loop.preconditioner.write_pc()
     require_pc(loop.preconditioner)
     loop.step()
+
+
+def test_a_weight_that_has_given_its_place_away():
+    """Another parameter has the gradient, which would be missing in silence."""
+    loop = Loop(sgd)
+    layer = loop.model[0].attention["wo"]
+    layer.weight = nn.Parameter(layer.weight.detach().clone())
+    loop.backward()
+    require_refused("has another weight than pc.precondition found", loop.pull_back)
 
 
 # torch's functions that replace a weight by other parameters, some under the names that PC uses

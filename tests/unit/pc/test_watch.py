@@ -1,6 +1,8 @@
 """The states of `pc.watch`: a step that is skipped, or that raises, costs that step alone."""
 
 import itertools
+import threading
+import time
 from contextlib import suppress
 
 import pytest
@@ -267,6 +269,33 @@ def test_a_write_in_another_thread_while_an_optimizer_steps():
     for step in range(2):
         loop.step(step)
         require_pc(loop.preconditioner)
+
+
+def test_a_step_waits_for_a_write_in_another_thread():
+    """Which has read W already, and would put PC(W) of before the step over that of after it."""
+    loop = Loop(one_for_each_block)
+    loop.step()
+    loop.backward()
+    loop.pull_back()
+    loop.optimizers[0].step()
+    write, order, reads = loop.preconditioner._step.write, [], threading.Event()
+
+    def slow(*given):
+        reads.set()
+        time.sleep(0.2)
+        order.append("written")
+        return write(*given)
+
+    loop.preconditioner._step.write = slow
+    thread = threading.Thread(target=loop.preconditioner.write_if_stale)
+    thread.start()
+    reads.wait()
+    loop.preconditioner._step.write = write
+    loop.optimizers[1].register_step_post_hook(lambda *_: order.append("stepped"))
+    loop.optimizers[1].step()
+    thread.join()
+    assert order == ["written", "stepped"]
+    require_pc(loop.preconditioner)
 
 
 def test_a_write_that_is_refused_is_made_up_for():
