@@ -13,7 +13,7 @@ modules, in the order of their imports:
 
     errors                            what a user can fix; without torch
     maps, blocks, config              what a user configures: levels and their maps, layers, `PCConfig`; without torch
-    polynomial, spectral              polynomials of matrices, singular values
+    half, polynomial, spectral        products with float16 factors, polynomials of matrices, singular values
     method.py                         PC(W) of one matrix and its gradient; power iteration
     shards, assignment, owner         functions of whole matrices on sharded weights, each on one rank
     splits, inverse                   a stored weight as matrices; W of which a given weight is PC(W)

@@ -213,7 +213,7 @@ class _Bucket:
         room: int | None,  # bytes; None: functions keep nothing
     ) -> int | None:  # the room that is left
         batches = self._gather(side, inputs)
-        results = []
+        tensors: dict[Matrix, Item] = {}
         for batch in self.batches:
             kept = [] if batch.kept is None else [batch.kept]
             given = batches.pop(0)  # pop frees the memory of a batch
@@ -228,8 +228,8 @@ class _Bucket:
             wanted = [(len(batch.matrices), *shape) for shape in batch.matrices[0].shapes[side + 1]]
             if shapes != wanted:
                 raise UserError(f"the function returned results of shapes {shapes} instead of {wanted}")
-            results.append(found)
-        tensors = self._by_matrix(results)
+            of_each = zip(*(result.unbind() for result in found), strict=True)
+            tensors.update(zip(batch.matrices, of_each, strict=True))
         blocks = [tensors[p.matrix][p.tensor][p.slices] for p in itertools.chain(*self.owned[side + 1])]
         if self.group:
             blocks = self._exchange(blocks, self.owned[side + 1], self.held[side + 1], outputs[0][0])
@@ -241,7 +241,8 @@ class _Bucket:
 
     def _gather(self, side: int, inputs: Sequence[Sequence[Tensor]]) -> list[list[Any]]:
         """The inputs of each batch of this rank: sent by the ranks that hold them, or known."""
-        known, like = self._reuse if side and self.has_run else {}, inputs[0][0]
+        like = inputs[0][0]
+        known = self._reuse if side and self.has_run else {}
         held, owned = (
             [[p for p in part if p.tensor not in known] for part in of[side]] for of in (self.held, self.owned)
         )
@@ -283,9 +284,3 @@ class _Bucket:
         pieces = [*itertools.chain(*receives)]
         blocks = receive.split([piece.numel for piece in pieces])
         return [block.view(piece.shape) for block, piece in zip(blocks, pieces, strict=True)]
-
-    def _by_matrix(self, batches: Sequence[Sequence[Tensor]]) -> dict[Matrix, Item]:
-        """The tensors of each matrix of all batches."""
-        tensors = (item for batch in batches for item in zip(*(tensor.unbind() for tensor in batch), strict=True))
-        matrices = itertools.chain(*(batch.matrices for batch in self.batches))
-        return dict(zip(matrices, tensors, strict=True))

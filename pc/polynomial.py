@@ -147,9 +147,8 @@ def vjp(
         after_first = apply_and_keep((first,), batch, divisor=divisor * unit)[0]
         gradient, of_others, _ = vjp(tuple(others), after_first, gradient, half=half)
     result, value_product, matrix_product = stage_vjp(first, matrix, divisor, scale, gradient, kept, vectors)
-    products = (value_product if of_others is None else of_others, matrix_product)
-    leading_shapes = [x.reshape(leading) for x in products]
-    return result.reshape(*leading, *result.shape[-2:]), leading_shapes[0], leading_shapes[1]
+    of_result = value_product if of_others is None else of_others
+    return result.reshape(*leading, *result.shape[-2:]), of_result.reshape(leading), matrix_product.reshape(leading)
 
 
 def _values(coefficients: Coefficients, gram: Tensor, out: Tensor | None = None) -> list[Tensor]:
@@ -241,9 +240,9 @@ def _stage_vjp(
     value_product, matrix_product = (product * factor[:, 0, 0] for product in (value_product, matrix_product))
     # Multiply factor and scale first: the cube of a small factor underflows in float32. With norm_recovery scale is
     # gamma s and factor 1 / s, so that their product is gamma.
-    both = factor * scale
-    result = (value * both) @ gradient
-    right.mul_(factor.square() * both)
+    scaled = factor * scale
+    result = (value * scaled) @ gradient
+    right.mul_(factor.square() * scaled)
     torch.baddbmm(result, right, matrix, out=result)
     if vectors:
         u, v = vectors

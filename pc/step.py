@@ -37,6 +37,8 @@ from pc.weight import Tensors, gamma_values, require_precision
 KEPT_BYTES = 256 * 2**20
 # The most bytes of W that an owner keeps from `write` to `pull_back`, so that they are sent once; other W is sent twice.
 KEPT_W_BYTES = 512 * 2**20
+# {place in a pull back's inputs: place in a write's inputs and results}: W, gamma, and the u and v that the write has found
+REUSED = {0: 0, 2: 1, 3: 5, 4: 6}
 # Of the norm of PC(W), as loaded: four times what tf32 changes (docs/performance.md#precision).
 TOLERANCE = 2e-3
 # Half of `pc.watch.LOOKS`: some optimizers leave out their first step, as SOAP, or add up the gradients of several.
@@ -143,7 +145,7 @@ class Step:
             sharing,
             others=[pull_back],
             room=KEPT_BYTES,
-            reuse={0: 0, 2: 1, 3: 5, 4: 6},  # W, gamma, and the new u and v
+            reuse=REUSED,
             reuse_room=KEPT_W_BYTES,
             apart=True,
         )
@@ -195,23 +197,20 @@ class Stuck:
     """Finds a W that has not moved in `STUCK` writes before which it should have, and in no other."""
 
     def __init__(self) -> None:
-        self._should: Tensor | None = None
-        """whether each W should move before the next write, [n]"""
+        self.should: list[Tensor] = []
+        """by each step since the last write: whether it should have moved each W, [n]"""
         self._times: Any = 0
         """in how many writes each W should have moved and had not, -1 once it has, [n]"""
         self._found = Arrival()
-
-    def expect(self, should: Tensor) -> None:
-        self._should = should if self._should is None else self._should | should
 
     def look(
         self,
         before: Tensor,  # checksums at the last write
         now: Tensor,  # and at this one
     ) -> int | None:  # the index of a W
-        if self._should is None:
+        if not self.should:
             return None
-        should, self._should = self._should, None
+        should, self.should = torch.stack(self.should).any(0), []
         has_moved = (before != now)[: len(should)]  # W, not gamma
         self._times = torch.where(has_moved | (self._times < 0), -1, self._times + should)
         return self._found.find(self._times >= STUCK)

@@ -109,7 +109,8 @@ class Watch:
 
         Args:
             set_to_none: else `weight.grad` is zeroed and stays allocated, 4 bytes for each entry, as a replayed CUDA graph
-                needs. From then on `zero_grad` zeroes it too, and of what comes before `pull_back` only a step is refused.
+                needs. From then on `zero_grad` zeroes it too, and of what comes before `pull_back` only a step is refused, unless an
+                optimizer has skipped the last one.
 
         Raises:
             UserError: there are no gradients, W or PC(W) has changed since PC(W) was written, or a weight with a
@@ -221,7 +222,7 @@ class Watch:
             should = should_move(tensors, rates)
             if hasattr(optimizer, "found_inf"):  # a fused step under a gradient scaler, which may do nothing
                 should = should & (optimizer.found_inf == 0)
-            self._stuck.expect(should)
+            self._stuck.should.append(should)
 
     def _run_closure(self, closure: Any, optimizer: Optimizer, waits: bool) -> Any:
         """`closure` with PC(W) of what W is now, and with gradients pulled back. `waits`: the optimizer has yet to step."""
