@@ -1,6 +1,7 @@
 """Blocks: the linear layers of a Llama by the paper's names (q, k, v, o, gate, up, down). Needs no torch."""
 
 import fnmatch
+from collections.abc import Iterable
 
 # How the names of their modules end: in TorchTitan, then in Hugging Face's models.
 BLOCK_SUFFIXES: dict[str, tuple[str, ...]] = {
@@ -35,3 +36,8 @@ def matches(entry: str, name: str, block: str | None = None) -> bool:
     if entry in BLOCK_GROUPS or entry in BLOCK_SUFFIXES:
         return (block or block_of(name)) in BLOCK_GROUPS.get(entry, (entry,))
     return fnmatch.fnmatchcase(name, entry)
+
+
+def names_layer(entries: Iterable[str], layer: str) -> bool:
+    """Whether an entry matches a linear layer, by the layer's name or by that of its weight."""
+    return any(matches(entry, name) for entry in entries for name in (layer, f"{layer}.weight"))

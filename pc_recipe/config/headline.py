@@ -20,12 +20,13 @@ def _describe_pc(pc: PC, layers: int) -> str:
     if not pc.enable:
         return "no PC"
     blocks = [block for entry in pc.blocks for block in BLOCK_GROUPS.get(entry, (entry,))]
-    if isinstance(pc.level, dict):
+    name, *others = {level.name for level in pc.pc_config.levels.values()}
+    if others:
         level = "of several levels"
-    elif isinstance(pc.level, list):
+    elif isinstance(name, tuple):
         level = "of given coefficients"
     else:
-        level = f"level {pc.level}"
+        level = f"level {name}"
     said = f"PC {level} on {', '.join(blocks)}"
     if not BLOCK_SUFFIXES.keys() >= set(blocks):  # a pattern may find any number of matrices
         return said

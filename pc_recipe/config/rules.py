@@ -37,8 +37,7 @@ def compiles_model(config: Config) -> bool:
 
 def anywhere(config: Config) -> Iterator[str]:
     """A sentence for each rule that is broken on any number of ranks."""
-    if config.pc.enable:
-        yield from error_messages(lambda: config.pc.pc_config)
+    yield from error_messages(lambda: config.pc.pc_config)  # also a baseline's, whose spectra are of the same blocks
     shape = shape_of(config.model)
     if shape.dim % (2 * shape.n_heads):
         yield f"model.dim = {shape.dim} should be an even multiple of model.n_heads = {shape.n_heads}"

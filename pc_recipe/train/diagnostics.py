@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
 
-from pc.blocks import block_of, matches
+from pc.blocks import block_of, names_layer
 from pc.method import spectral_norm_estimate
 from pc.owner import Plan
 from pc.preconditioner import Preconditioner
@@ -192,7 +192,7 @@ class Diagnostics:
             conditions["all"].append(measured["condition"])
             if block_of(name) in ("q", "k", "v"):
                 conditions["qkv"].append(measured["condition"])
-            if any(matches(entry, name) for entry in self._pc_entries):
+            if names_layer(self._pc_entries, name):
                 conditions["pc"].append(measured["condition"])
         for group, values in conditions.items():
             if values:

@@ -14,9 +14,8 @@ from torchtitan.models.llama3.infra.parallelize import _op_sac_save_list, apply_
 from torchtitan.models.llama3.model.model import Transformer
 
 from pc.api import attach
-from pc.blocks import matches
 from pc.config import PCConfig
-from pc.targets import clean_name
+from pc.targets import find
 from pc_recipe.config import Config
 from pc_recipe.config.rank_batches import RankBatches
 from pc_recipe.config.rules import compiles_model
@@ -88,8 +87,8 @@ def parallelize(model: Transformer, parallel_dims: AlwaysSharded, titan: JobConf
 def _attach_pc(model: nn.Module, parallel_dims: AlwaysSharded, config: PCConfig) -> None:
     """Attach PC to the configured blocks that are on this pipeline stage."""
     if parallel_dims.pp_enabled:
-        names = [clean_name(name) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-        blocks = tuple(entry for entry in config.blocks if any(matches(entry, name) for name in names))
+        found = {entry for weight in find(model, config)[0].values() for entry in weight.entries}
+        blocks = [entry for entry in config.blocks if entry in found]
         if not blocks:
             return
         config = config.for_blocks(blocks)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from pc.blocks import block_of, matches
+from pc.blocks import block_of, names_layer
 from pc.shards import local
 from pc.targets import clean_name
 from pc_recipe.train.rank_sums import share_of
@@ -29,7 +29,7 @@ class UpdateSizes:
             for part in model_parts
             for name, linear in part.named_modules()
             if isinstance(linear, nn.Linear) and block_of(clean_name(name))
-            if any(matches(entry, clean_name(name)) for entry in entries)
+            if names_layer(entries, clean_name(name))
         ]
         self._before: list[Tensor] = []
         self.factors = [(kind, share_of(weight, ranks)) for kind in (NORM, CHANGE) for weight in self._weights]

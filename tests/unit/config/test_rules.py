@@ -51,6 +51,7 @@ REFUSED_ANYWHERE = [
     ({"checkpoint.enable": False, "checkpoint.initial_load_path": "x"}, {}, "without it nothing is loaded"),
     ({"checkpoint.initial_load_in_hf": True}, {}, "initial_load_in_hf = true needs checkpoint.initial_load_path"),
     ({"optimizer.independent_decay": True, "optimizer.lr": 0.0}, {}, "needs optimizer.lr above 0"),
+    ({"pc.enable": False, "pc.blocks": ["oo"]}, {}, "'oo' is not a block"),  # a run names its blocks in records
     (
         {"checkpoint.exclude_from_loading": ["optimizer"], "checkpoint.initial_load_path": "x", "checkpoint.enable": True},
         {},

@@ -113,15 +113,20 @@ def test_output_sizes_equal_a_hand_written_hook(compile):
         assert not torch._dynamo.utils.counters["graph_break"]
 
 
-@pytest.mark.parametrize("enable", [True, False])
-def test_spectra_equal_a_float64_svd(enable):
-    config = config_of(freq=0, spectra_freq=5)
+@pytest.mark.parametrize(
+    "enable, blocks", [(True, ["o", "ffn"]), (False, ["o", "ffn"]), (False, ["layers.*.attention.wo.weight", "ffn"])]
+)
+def test_spectra_equal_a_float64_svd(enable, blocks):
+    sections = {"diagnostics": schema.Diagnostics(freq=0, spectra_freq=5), "pc": {"enable": enable, "blocks": blocks}}
+    config = Config(**sections)
     model = transformer()
     preconditioner = None
     if enable:
         model = pc.attach(model, pc.PCConfig(power_iterations=3))
         preconditioner = pc.precondition(model)
-    metrics = collect(Diagnostics(config, [model], preconditioner, one_rank()), 5)
+    diagnostics = Diagnostics(config, [model], preconditioner, one_rank())
+    metrics = collect(diagnostics, 5)
+    assert len(diagnostics._update._weights) == 4 * len(model.layers)
 
     conditions = {}
     for name, module in model.named_modules():

@@ -1,11 +1,14 @@
 """Initial weights; that they do not depend on the layout is tested with whole runs (end_to_end/test_parallelisms.py)."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 import pc
 from helpers.tiny import model_args
 from pc_recipe.train.llama2 import Llama2, draw_parameter
+from pc_recipe.train.parallelize import _attach_pc
 
 
 def _drawn(name, shape, **changes):
@@ -48,3 +51,23 @@ def test_a_model_with_pc_starts_from_the_w_of_the_baseline():
     with_pc = dict(models[1].named_parameters()) | names
     for name, parameter in models[0].named_parameters():
         assert torch.equal(with_pc[name], parameter), name
+
+
+@pytest.mark.parametrize(
+    "blocks, count",
+    [
+        (("o",), 2),
+        (("layers.*.attention.wo.weight",), 2),
+        (("layers.*.attention.wo", "layers.4.feed_forward.w1.weight", "layers.0.feed_forward.w1.weight"), 3),
+        (("layers.0.*.wo",), 0),
+    ],
+    ids=str,
+)
+def test_a_stage_of_a_pipeline_has_the_weights_that_the_whole_model_would_have_there(blocks, count):
+    """By patterns of layers or of parameters; an entry may find none on a stage."""
+    with torch.device("meta"):
+        stage = Llama2(model_args("nano", vocab_size=64))
+    for layer in ("0", "1", "2"):
+        del stage.layers[layer]
+    _attach_pc(stage, SimpleNamespace(pp_enabled=True), pc.PCConfig(blocks=blocks))
+    assert sum(hasattr(module, "pc_weights") for module in stage.modules()) == count
