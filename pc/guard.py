@@ -47,8 +47,8 @@ STUCK = (
     "has not moved W of {} in {} steps with a gradient and a rate; it may have parameters of its own: " + MAKE_IT_LATER
 )
 MOVED = (
-    "was changed after PC(W) was written, through `.data`, by a wrapper around {} or by one that is not followed: call "
-    "preconditioner.write_pc() after it"
+    "was changed after PC(W) was written, by a load of some tensors, through `.data`, by a wrapper around {} or by one that is "
+    "not followed: call preconditioner.write_pc() after it"
 )
 ENDED = (
     "pc.merge or pc.detach has removed PC from the model of this preconditioner; to train on with PC, call "

@@ -103,7 +103,7 @@ class Preconditioner(Watch):
     def require_loaded(self) -> None:
         """After a load that skips missing tensors: raise a `UserError` if any tensor of a weight was not loaded."""
         for name, *both in zip(self.weights, versions(self.weights.values()), self._versions, strict=True):
-            if any(new == old for new, old in zip(*both, strict=True)):
+            if any(new == old for new, old in zip(*both, strict=True) if new is not None):
                 raise UserError(f"{name} was not loaded with its W, gamma, u and v")
 
     def note_loaded(self) -> None:

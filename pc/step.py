@@ -41,8 +41,6 @@ KEPT_W_BYTES = 512 * 2**20
 REUSED = {0: 0, 2: 1, 3: 5, 4: 6}
 # Of the norm of PC(W), as loaded: four times what tf32 changes (docs/performance.md#precision).
 TOLERANCE = 2e-3
-# Half of `pc.watch.LOOKS`: some optimizers leave out their first step, as SOAP, or add up the gradients of several.
-STUCK = 16
 
 
 class Step:
@@ -156,20 +154,23 @@ class Step:
 
 @torch.no_grad()
 def checksums(weights: Iterable[Tensors]) -> tuple[Any, Tensor]:
-    """Sums of the bits, as integers, of this rank's shard of each W, then of each gamma, then of all u and v, [2 n + 1] int64:
-    the same in any order, so on any number of threads. Before them the dtype and device; sums of others are not compared,
+    """Sums of the bits, as integers, of this rank's shard of each W, then of each gamma, then of all u and v, by their place,
+    [2 n + 1] int64: the same on any number of threads. Before them the dtype and device; sums of others are not compared,
     because `model.float()` changes all values."""
     of_w, of_gamma, *vectors = shards_of(zip(*((w.orig, w.gamma, w.u, w.v) for w in weights), strict=True))
     found = []
-    for shard in (*of_w, *of_gamma, torch.cat([one.flatten() for of_all in vectors for one in of_all])):
+    for shard in (*of_w, *of_gamma):
         if shard is None:  # not learnable
             found.append(torch.zeros((), dtype=torch.int64, device=of_w[0].device))
             continue
         flat = shard.detach().reshape(-1)
-        # two float32 at a time, if possible, are ten times as fast; of whole float64 two changed signs would cancel
+        # two float32 at a time, if possible, are ten times as fast, but two changed signs in odd columns cancel; of whole
+        # float64 any two would
         in_pairs = flat.itemsize == 4 and flat.numel() % 2 == 0 and flat.storage_offset() % 2 == 0
         word = torch.int64 if in_pairs else torch.int32 if flat.itemsize % 4 == 0 else torch.int16
         found.append(flat.view(word).sum())
+    words = torch.cat([one.flatten() for of_all in vectors for one in of_all]).view(torch.int32)
+    found.append((words * (2 * torch.arange(len(words), device=words.device) + 1)).sum())
     return (of_w[0].dtype, of_w[0].device), torch.stack(found)
 
 
@@ -194,7 +195,10 @@ def should_move(weights: Iterable[Tensors], rates: Mapping[int, Any]) -> Tensor:
 
 
 class Stuck:
-    """Finds a W that has not moved in `STUCK` writes before which it should have, and in no other."""
+    """Finds a W that has not moved in `LIMIT` writes before which it should have, and in no other."""
+
+    # Half of `pc.watch.LOOKS`: some optimizers leave out their first step, as SOAP, or add up the gradients of several.
+    LIMIT = 16
 
     def __init__(self) -> None:
         self.should: list[Tensor] = []
@@ -213,7 +217,7 @@ class Stuck:
         should, self.should = torch.stack(self.should).any(0), []
         has_moved = (before != now)[: len(should)]  # W, not gamma
         self._times = torch.where(has_moved | (self._times < 0), -1, self._times + should)
-        return self._found.find(self._times >= STUCK)
+        return self._found.find(self._times >= self.LIMIT)
 
 
 class Arrival:

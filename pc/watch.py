@@ -8,20 +8,19 @@ parallelism. What `weight`, its gradient and W are to each other is one attribut
     MOVED          W or gamma is newer than PC(W). After a step, guards on the modules write PC(W) before a forward pass.
     ENDED          `pc.merge` or `pc.detach` has removed PC.
 
-    in                       by                           becomes
-    WRITTEN, PULLED_BACK     pull_back                    PULLED_BACK, all wait, also who skipped the last step
-    PULLED_BACK, some wait   a step of one of them        MOVED, the others wait
-    PULLED_BACK or MOVED     a step of the last to wait   WRITTEN: PC(W) is written
-    MOVED, some wait         a forward pass, `write_pc`   PULLED_BACK, the same wait
-    MOVED, none waits        `write_pc`                   WRITTEN
-    any, none waits          a step on gradients of W     as the steps above, as if all had waited
-    any                      somebody changes W           MOVED, without guards: pull_back is refused until `write_pc`
-    any                      a write fails                MOVED
-    any                      a whole state loads          WRITTEN
+    in                    by                               becomes
+    WRITTEN, PULLED_BACK  pull_back                        PULLED_BACK, all wait, also who skipped the last step
+    PULLED_BACK           `follow`                         PULLED_BACK, all wait
+    PULLED_BACK, MOVED    a step of one that waits         MOVED, the others wait; if none does, PC(W) is written: WRITTEN
+    any                   a step of another on gradients   the same, as if all had waited
+    MOVED                 a forward pass, `write_pc`       PULLED_BACK if some wait, else WRITTEN
+    any                   somebody changes W               MOVED; without guards, pull_back is refused until `write_pc`
+    any                   a write fails                    MOVED
+    any                   a whole state loads              WRITTEN
 
 `stepping` is the last optimizer whose step may have moved W, and it is in `waiting` until that step has ended. So a step that
-raises has not been taken, and version counters tell whether it has moved W. A closure pulls back inside a step, which leaves
-`waiting` as it is. `pull_back` is linear in the gradient, so one call on the accumulated gradient equals the sum of the
+raises has not been taken, and version counters tell whether it has moved W. A closure pulls back inside a step; if
+that optimizer waits, `waiting` stays as it is. `pull_back` is linear in the gradient, so one call on the accumulated gradient equals the sum of the
 backward passes of `pc.PCLinear`. Both passes go on in `pc.step`.
 """
 
@@ -41,7 +40,7 @@ from torch.utils.hooks import RemovableHandle
 
 from pc import guard
 from pc.errors import UserError
-from pc.step import STUCK, Arrival, Step, Stuck, checksums, should_move
+from pc.step import Arrival, Step, Stuck, checksums, should_move
 from pc.weight import Tensors, Weight, require_in_place, versions
 
 LOOKS = 32
@@ -113,7 +112,7 @@ class Watch:
                 optimizer has skipped the last one.
 
         Raises:
-            UserError: there are no gradients, W or PC(W) has changed since PC(W) was written, or a weight with a
+            UserError: there are no gradients, W, gamma, u, v or PC(W) has changed since PC(W) was written, or a weight with a
                 gradient has its W in no followed optimizer.
         """
         with self._lock:
@@ -179,7 +178,7 @@ class Watch:
         if kind == kind_now and (stuck := self._stuck.look(before, now)) is not None:
             name, one = [*tensors.items()][stuck]
             holder = next((o for o, ids in self._holders([one]).items() if id(one.orig) in ids), None)
-            raise UserError(f"{type(holder).__name__} {guard.STUCK.format(name, STUCK)}")
+            raise UserError(f"{type(holder).__name__} {guard.STUCK.format(name, Stuck.LIMIT)}")
 
     # --- steps of optimizers
 

@@ -170,13 +170,14 @@ def _ones(split: WeightSplit, effective: Tensor) -> Tensor:
 
 
 def versions(weights: Iterable[Weight]) -> list[list[Any]]:
-    """For each weight, what changes when PC(W), W, gamma if it is learnable, u or v is written to."""
+    """For each weight, what changes when PC(W), W, gamma (None if it is not learnable), u or v is written to."""
     found = []
     for weight in weights:
-        tensors = [one for one in weight.tensors() if one is not None]
         # a DTensor has two counters: of autograd's operations, and of those on its shard
+        tensors: tuple[Any, ...] = weight.tensors()
         (shards,) = shards_of([tensors])
-        found.append([(one._version, shard._version) for one, shard in zip(tensors, shards, strict=True)])
+        pairs = zip(tensors, shards, strict=True)
+        found.append([None if one is None else (one._version, shard._version) for one, shard in pairs])
     return found
 
 

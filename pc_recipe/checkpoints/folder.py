@@ -54,8 +54,8 @@ class CheckpointFolder:
         ReadFailed: the file system refuses to read.
     """
 
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+    def __init__(self, path: Path) -> None:
+        self.path = path
         self._verified = False
         if not is_complete(self.path):
             if was_complete(self.path):
@@ -246,7 +246,7 @@ def _require_whole(index: Metadata, sizes: dict[str, int], file: Path) -> None:
 
 
 @contextmanager
-def plain_errors(path: str | Path) -> Iterator[None]:
+def plain_errors(path: Path) -> Iterator[None]:
     """Instead of torch's exception about the ranks, which is no `Exception`, raise one rank's: a `UserError`, or a
     file-system error as one, if there is any."""
     try:

@@ -66,17 +66,17 @@ def _require_vocabulary(ids: int, vocab_size: int, path: Path) -> None:
         raise UserError(f"{path}: the model has {vocab_size} tokens, its tokenizer {ids}")
 
 
-def load(path: str | Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Model and tokenizer of a run's checkpoint or of any Hugging Face folder, for scoring and sampling."""
-    if look.is_file(Path(path, "config.json")):
-        return _load_folder(Path(path))
+    if look.is_file(path / "config.json"):
+        return _load_folder(path)
     run = plain_weights.load(path)
     model, tokenizer = load_checkpoint(run)
     return model, tokenizer.to_transformers(run.model_args.max_seq_len)
 
 
 def export(
-    source: str | Path,
+    source: Path,
     out: str | Path,
     dtype: str = "float32",
     tokenizer: str | None = None,

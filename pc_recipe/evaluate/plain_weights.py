@@ -55,13 +55,13 @@ class RunCheckpoint:
         return self.folder.step
 
 
-def load(path: str | Path) -> RunCheckpoint:
+def load(path: Path) -> RunCheckpoint:
     """Read RUN/checkpoint/step-N with its config, RUN/config.toml; for RUN, the newest complete one.
 
     Raises:
         UserError: no checkpoint, an incomplete one, or any extra, missing or misshapen tensor.
     """
-    if newest := find_newest_checkpoint(Path(path)):
+    if newest := find_newest_checkpoint(path):
         print(f"{path}: its newest checkpoint is {newest.name}", file=sys.stderr)
     folder = CheckpointFolder(newest or path)
     config, settings = _read_run_config(folder.path)

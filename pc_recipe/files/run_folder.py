@@ -145,30 +145,30 @@ def require_no_other_run(run: Path, resolved: dict) -> None:
         )
 
 
-def step_of(checkpoint: str | Path) -> int:
+def step_of(checkpoint: Path) -> int:
     """N of a folder step-N, or of what a link of another name leads to; -1 for any other name."""
-    match = _STEP.fullmatch(Path(checkpoint).name) or _STEP.fullmatch(Path(checkpoint).resolve().name)
+    match = _STEP.fullmatch(checkpoint.name) or _STEP.fullmatch(checkpoint.resolve().name)
     return int(match[1]) if match else -1
 
 
-def list_checkpoints(folder: str | Path) -> dict[int, Path]:
+def list_checkpoints(folder: Path) -> dict[int, Path]:
     """{step: folder} of all checkpoints in RUN/checkpoint, complete or not, sorted by step."""
-    by_step = {int(match[1]): Path(folder, match[0]) for match in map(_STEP.fullmatch, look.names(folder)) if match}
+    by_step = {int(match[1]): folder / match[0] for match in map(_STEP.fullmatch, look.names(folder)) if match}
     return dict(sorted(by_step.items()))
 
 
-def is_complete(checkpoint: str | Path) -> bool:
+def is_complete(checkpoint: Path) -> bool:
     """Whether a checkpoint's folder was written to its end, whatever has become of it since."""
-    return look.is_file(Path(checkpoint, INDEX))
+    return look.is_file(checkpoint / INDEX)
 
 
-def was_complete(checkpoint: str | Path) -> bool:
+def was_complete(checkpoint: Path) -> bool:
     """Whether it is complete, or has lost its index since, for example in a copy without hidden files.
 
     Torch writes the index under a temporary name, which stays if the process is killed before the rename.
     """
-    is_unfinished = look.is_file(Path(checkpoint, f"{INDEX}.tmp"))
-    return is_complete(checkpoint) or (look.is_file(Path(checkpoint, CHECKSUMS)) and not is_unfinished)
+    is_unfinished = look.is_file(checkpoint / f"{INDEX}.tmp")
+    return is_complete(checkpoint) or (look.is_file(checkpoint / CHECKSUMS) and not is_unfinished)
 
 
 def note_saved(run: Path) -> None:
@@ -183,10 +183,10 @@ def has_saved(run: Path) -> bool:
     return look.is_file(run / _HAS_SAVED)
 
 
-def list_damaged(folder: str | Path) -> list[Path]:
+def list_damaged(folder: Path) -> list[Path]:
     """Checkpoints in RUN/checkpoint that were renamed because they could not be used, sorted by step."""
     matches = filter(None, map(_DAMAGED.fullmatch, look.names(folder)))
-    return [Path(folder, match[0]) for match in sorted(matches, key=lambda match: int(match[1]))]
+    return [folder / match[0] for match in sorted(matches, key=lambda match: int(match[1]))]
 
 
 def purge(checkpoint: Path) -> None:
@@ -194,12 +194,12 @@ def purge(checkpoint: Path) -> None:
     checkpoint.rename(f"{checkpoint}.purged")
 
 
-def list_purged(folder: str | Path) -> list[Path]:
+def list_purged(folder: Path) -> list[Path]:
     """Checkpoints to delete, including those that a killed process left."""
-    return [Path(folder, name) for name in look.names(folder) if _PURGED.fullmatch(name)]
+    return [folder / name for name in look.names(folder) if _PURGED.fullmatch(name)]
 
 
-def list_complete(folder: str | Path) -> dict[int, Path]:
+def list_complete(folder: Path) -> dict[int, Path]:
     """Those of `list_checkpoints` that are complete."""
     return {step: path for step, path in list_checkpoints(folder).items() if is_complete(path)}
 

@@ -58,10 +58,10 @@ class RunLog:
         return (taken * (taken.index - [0, *taken.index[:-1]])).cumsum()
 
 
-def read_log(run: str | Path, newest: int | None = None) -> RunLog:
+def read_log(run: Path, newest: int | None = None) -> RunLog:
     """Read the metrics of a run's folder: all lines or the `newest`; none if nothing was logged yet. Damaged lines are left
     out, and those of steps that a resume discarded."""
-    file = Path(run, METRICS_FILE)
+    file = run / METRICS_FILE
     newest_first: Iterable[dict] = ()
     if look.is_file(file):
         newest_first = json_lines.read_back(file) if newest else reversed(json_lines.read(file))
@@ -94,7 +94,7 @@ def note_start(run: Path, step: int) -> None:
         json_lines.append(run / METRICS_FILE, {RESUMED_FROM: step})
 
 
-def read_logs(runs: Sequence[str | Path]) -> list[RunLog]:
+def read_logs(runs: Sequence[Path]) -> list[RunLog]:
     """The logs of runs, each named by as much of its folder's path as is needed. A run given twice is read once.
 
     Raises:

@@ -263,7 +263,7 @@ def _check_start(result: CheckResult, config: Config) -> None:
     from pc_recipe.checkpoints.folder import CheckpointFolder
 
     try:
-        weights: Path | CheckpointFolder = Path(start) if section.initial_load_in_hf else CheckpointFolder(start)
+        weights = Path(start) if section.initial_load_in_hf else CheckpointFolder(Path(start))
         if section.initial_load_in_hf and not look.is_file(Path(start, "config.json")):
             raise UserError(f"{start}: no config.json in it, so it is no Hugging Face folder")
     except UserError as error:

@@ -55,7 +55,7 @@ class Checkpoints(CheckpointManager):
         config: Checkpoint = arguments["checkpoint_config"].ours
         self._seconds, self._saved_at = 60 * config.minutes, time.monotonic()
         self._keep_every = config.keep_every
-        self._saving: str | None = None
+        self._saving: Path | None = None
         """The folder of the newest save."""
         super().__init__(**arguments)
         self.run = Path(arguments["base_folder"])
@@ -67,9 +67,9 @@ class Checkpoints(CheckpointManager):
         if "optimizer" not in state_dict:  # weights alone
             state_dict = plain_keys(state_dict)
         self._saved_at = begin = time.monotonic()
-        self._saving, writer = checkpoint_id, ChecksummedWriter(checkpoint_id)
+        self._saving, writer = Path(checkpoint_id), ChecksummedWriter(checkpoint_id)
         if async_mode == AsyncMode.DISABLED:
-            with plain_errors(checkpoint_id):
+            with plain_errors(self._saving):
                 dcp.save(state_dict, storage_writer=writer)
             self._note_saved()
             GarbageCollection.collect("GC collection invoked by checkpointer.")
@@ -113,7 +113,7 @@ class Checkpoints(CheckpointManager):
         if not self.enable:
             return
         self._async_wait()
-        path = self._create_checkpoint_id(step)
+        path = Path(self._create_checkpoint_id(step))
         if step and not self.call_on_rank_0(lambda: run_folder.is_complete(path)):
             self.dcp_save(self._flattened_model_states_sd(), path, AsyncMode.DISABLED)
 
@@ -133,7 +133,7 @@ class Checkpoints(CheckpointManager):
         if self.keep_latest_k and dist.get_rank() == 0:
             try:
                 complete = run_folder.list_complete(self.folder)
-                newest = run_folder.step_of(self._saving or "")  # higher numbers are not of this run
+                newest = run_folder.step_of(self._saving) if self._saving else -1  # higher numbers are not of this run
                 old = [step for step in complete if step <= newest][: -self.keep_latest_k]
                 for step in filterfalse(self._is_milestone, old):
                     try:
@@ -146,7 +146,7 @@ class Checkpoints(CheckpointManager):
                 logger.warning(f"Old checkpoints stay for now: {error}")
 
     def _async_wait(self) -> None:
-        with plain_errors(str(self._saving)):
+        with plain_errors(self._saving or self.folder):
             super()._async_wait()
         if self._saving is not None:
             self._note_saved()
@@ -211,7 +211,7 @@ class Checkpoints(CheckpointManager):
                 f"{run} has had a checkpoint, and {self.folder} has no complete one ({incomplete} incomplete). {REMEDY}"
             )
 
-    def verified(self, checkpoint: str | Path) -> CheckpointFolder:
+    def verified(self, checkpoint: Path) -> CheckpointFolder:
         """A checkpoint with verified checksums; each rank verifies a share of the files. All ranks call it; all raise or
         none.
 

@@ -26,7 +26,7 @@ DIFFERENCES_SHOWN = 4
 
 
 def write_environment(
-    folder: str | Path, config: Config, world_size: int, step: int, tokenizer: dict[str, str] | None = None
+    folder: Path, config: Config, world_size: int, step: int, tokenizer: dict[str, str] | None = None
 ) -> None:
     """Write hardware, versions, commit, and checksums of data and tokenizer to `environment.json`.
 
@@ -48,11 +48,11 @@ def write_environment(
         "world_size": world_size,
     }
     if step:
-        before, *earlier = read_parts(Path(folder))
+        before, *earlier = read_parts(folder)
         if any(before.get(key) != content[key] for key in ("code", "data", "world_size", "processor")):
             earlier = [before, *earlier]
         content["earlier"] = earlier
-    write_atomically(Path(folder) / "environment.json", json.dumps(content, indent=1) + "\n")
+    write_atomically(folder / "environment.json", json.dumps(content, indent=1) + "\n")
 
 
 def read_versions() -> dict[str, str | None]:

@@ -10,7 +10,7 @@ from torch.optim.swa_utils import AveragedModel
 import pc
 from helpers.toy import InGraph, Loop, require_near, require_pc, same, sgd, toy_batch, toy_loss, toy_model
 from pc import PCConfig, UserError, watch
-from pc.step import Arrival, checksums
+from pc.step import Arrival, Stuck, checksums
 from pc.weight import Tensors
 
 
@@ -219,7 +219,7 @@ RIGHT = {
 
 @pytest.mark.parametrize("right", RIGHT.values(), ids=RIGHT)
 def test_what_only_moves_little_is_not_found(right, monkeypatch):
-    monkeypatch.setattr(watch, "STUCK", 2)
+    monkeypatch.setattr(Stuck, "LIMIT", 2)
     right()
 
 

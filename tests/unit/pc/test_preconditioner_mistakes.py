@@ -115,12 +115,24 @@ def test_a_change_of_what_pc_is_computed_from(changed, said):
     """Pull-back is refused until PC(W) is written, so that gradients belong to the weights that forward passes used."""
     loop = Loop(sgd)
     with torch.no_grad():
-        getattr(loop.model[0].attention["wo"], changed)[..., :1].mul_(2.0)
+        vector = getattr(loop.model[0].attention["wo"], changed)
+        vector.copy_(vector.roll(1)) if said != STALE else vector.mul_(2.0)
     loop.backward()
     require_refused(said, loop.pull_back)
     loop.zero_grad()
     loop.preconditioner.write_pc()
     require_pc(loop.preconditioner)
+    loop.step()
+
+
+def test_a_gamma_that_is_taken_out():
+    """As one that was changed."""
+    loop = Loop(sgd)
+    loop.model[0].attention["wo"].weight_gamma = None
+    loop.backward()
+    require_refused(STALE, loop.pull_back)
+    loop.zero_grad()
+    loop.preconditioner.write_pc()
     loop.step()
 
 

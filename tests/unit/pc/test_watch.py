@@ -271,30 +271,51 @@ def test_a_write_in_another_thread_while_an_optimizer_steps():
         require_pc(loop.preconditioner)
 
 
-def test_a_step_waits_for_a_write_in_another_thread():
+@pytest.mark.parametrize("begins", ["before the step", "in the step", "before its closure"])
+def test_a_step_waits_for_a_write_in_another_thread(begins):
     """Which has read W already, and would put PC(W) of before the step over that of after it."""
-    loop = Loop(one_for_each_block)
-    loop.step()
+
+    class Starting(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure=None):
+            if begins == "before the step":
+                order.append("step")
+            else:
+                start()
+            if closure is not None:
+                closure()
+            for p in self.param_groups[0]["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad, alpha=0.1)
+
+    def two(parameters):
+        first, second = one_for_each_block(parameters)
+        return [first, Starting(second.param_groups, lr=0.1)]
+
+    def start():
+        thread.start()
+        assert reads.wait(10)
+
+    def write(*given):
+        if is_slow := threading.current_thread() is thread:
+            reads.set()
+            time.sleep(0.2)
+        order.append("thread" if is_slow else "write")
+        return whole_write(*given)
+
+    loop = Loop(two)
     loop.backward()
     loop.pull_back()
     loop.optimizers[0].step()
-    write, order, reads = loop.preconditioner._step.write, [], threading.Event()
-
-    def slow(*given):
-        reads.set()
-        time.sleep(0.2)
-        order.append("written")
-        return write(*given)
-
-    loop.preconditioner._step.write = slow
-    thread = threading.Thread(target=loop.preconditioner.write_if_stale)
-    thread.start()
-    reads.wait()
+    whole_write, order, reads = loop.preconditioner._step.write, [], threading.Event()
     loop.preconditioner._step.write = write
-    loop.optimizers[1].register_step_post_hook(lambda *_: order.append("stepped"))
-    loop.optimizers[1].step()
+    thread = threading.Thread(target=loop.preconditioner.write_if_stale)
+    if begins == "before the step":
+        start()
+    closure = [loop.backward] * (begins == "before its closure")
+    loop.optimizers[1].step(*closure)
     thread.join()
-    assert order == ["written", "stepped"]
+    assert order == ["thread", *["step"] * (begins == "before the step"), "write"]
     require_pc(loop.preconditioner)
 
 
