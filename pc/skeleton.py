@@ -96,7 +96,7 @@ def _module(name: str, tree: dict[str, Any], settings: SimpleNamespace, prefix: 
         module: Any = nn.Linear(weight[1][1], weight[1][0], bias=False, device="meta", dtype=weight[0])
         del tensors["weight"]
     else:
-        module = type(_class_of(name, tree, settings, prefix), (_Part,), {"config": settings})()
+        module = type(_class_of(name, tree, prefix), (_Part,), {"config": settings})()
     for key, (dtype, shape) in tensors.items():
         module._parameters[key] = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)
     _say_how_experts_are_stored(module, settings)
@@ -105,7 +105,7 @@ def _module(name: str, tree: dict[str, Any], settings: SimpleNamespace, prefix: 
     return module
 
 
-def _class_of(name: str, tree: dict[str, Any], settings: SimpleNamespace, prefix: str) -> str:
+def _class_of(name: str, tree: dict[str, Any], prefix: str) -> str:
     """The known class that a module is of, "Part" for any other."""
     if tree.keys() == _MIXTRAL:
         return "FeedForward"

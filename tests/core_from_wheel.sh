@@ -10,4 +10,4 @@ cp -r "$tests" "$copy/tests"
 cd "$copy"
 "$1" -c 'import pc, sys; sys.exit("pc is imported from the checkout" if pc.__file__.startswith(sys.argv[1]) else 0)' "${tests%/tests}"
 "$1" -m pytest -q --noconftest -p no:cacheprovider -o pythonpath=tests \
-    tests/unit/pc/test_{attach,effective_weight,owner,owner_functions,polynomial,preconditioner,preconditioner_mistakes,spectral,preserve}.py
+    tests/unit/pc/test_{attach,effective_weight,method,owner,polynomial,preconditioner,preconditioner_mistakes,spectral,preserve}.py

@@ -37,7 +37,7 @@ GIVEN = {
     "pc/preconditioner.py": "loops|loops_ranks",
     "pc/watch.py": "preconditioner(_mistakes|_states)?|loops|loops_ranks|moved",
     "pc/step.py": "preconditioner|kept|gammas|loops_ranks|moved|second_start",
-    "pc/method.py": "owner_functions|second_start|odd_matrices|effective_weight|half", "pc/inverse.py": "preserve",
+    "pc/method.py": "second_start|odd_matrices|effective_weight|half", "pc/inverse.py": "preserve",
     "pc/polynomial.py": "half", "pc/maps.py": "polynomial|half",
     "pc/assignment.py": "owner|owner_ranks|owner_counts|split_ranks",
     "pc_recipe/train/trainer.py": "nonfinite|stopping|training",

@@ -19,7 +19,7 @@ from pc_recipe.data.manifest import Manifest
 from pc_recipe.data.tokenizer_formats import FILE
 from pc_recipe.data.tokenizers import SENTENCEPIECE, Tokenizer, load_tokenizer
 from pc_recipe.files import look, record
-from pc_recipe.files.places import run_of
+from pc_recipe.files.places import CONFIG, run_of
 from pc_recipe.files.record import Malformed, Tables
 from pc_recipe.files.run_folder import read_environment
 
@@ -71,7 +71,7 @@ def of_run(checkpoint: CheckpointFolder, given: str | None = None) -> Tokenizer:
 def data_folders(run: Path) -> list[Path]:
     """The folders that a run was trained on; raises a `UserError` if its config does not name them."""
     try:
-        section = (record.read(run / "config.toml", Tables) or {}).get("data", {})
+        section = (record.read(run / CONFIG, Tables) or {}).get("data", {})
         return [Path(folder) for folder in Data(path=section.get("path", Data().path)).folders]
     except ValueError as error:
         raise UserError(f"{run}/config.toml: does not say which data it trained on ({error})".splitlines()[0]) from None

@@ -28,6 +28,7 @@ from pc_recipe.config.schema import GONE, HOLDS, INSTEAD, Config
 from pc_recipe.config.sections import Section, keys_of
 from pc_recipe.files import look
 from pc_recipe.files.atomic import write_atomically
+from pc_recipe.files.places import CONFIG
 
 OVERLAY = "overlay"
 RESOLVED = "# Resolved configuration. Sources, highest precedence first:\n"
@@ -54,7 +55,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 def read_config(run: Path) -> Config | None:
     """The configuration in a run's folder; None if there is none that this version can read."""
     try:
-        return load_config(run / "config.toml")
+        return load_config(run / CONFIG)
     except UserError:
         return None
 
@@ -65,7 +66,7 @@ def read_earlier(run: Path) -> Config | None:
     Raises:
         UserError: this version cannot read it, so it cannot say what going on would change.
     """
-    file = run / "config.toml"
+    file = run / CONFIG
     return load_config(file) if look.is_there(file) else None
 
 
@@ -118,7 +119,7 @@ def _chain(path: Path) -> Iterator[tuple[Path, bytes, dict[str, Any]]]:
         is_resolved = content.startswith(RESOLVED.encode())
         if is_resolved:  # of a run, perhaps of an earlier version
             _drop_gone(values, path)
-        if is_resolved and path.name == "config.toml":  # the run's folder may have moved
+        if is_resolved and path.name == CONFIG:  # the run's folder may have moved
             job = values.setdefault("job", {})
             if isinstance(job, dict) and os.path.realpath(str(job.get("dump_folder"))) != os.path.realpath(path.parent):
                 job["dump_folder"] = str(path.parent)

@@ -18,7 +18,7 @@ from pc_recipe.config import Config
 from pc_recipe.config.inheritance import validated
 from pc_recipe.config.pc_section import PC
 from pc_recipe.files import record
-from pc_recipe.files.places import run_of
+from pc_recipe.files.places import CONFIG, run_of
 from pc_recipe.files.run_folder import find_newest_checkpoint
 from pc_recipe.train.llama2 import Llama2Args, model_args_of
 
@@ -82,7 +82,7 @@ def load(path: Path) -> RunCheckpoint:
 
 def _read_run_config(checkpoint: Path) -> tuple[dict[str, Any], Config]:
     """config.toml, and those of its keys that say what the weights are; others may be of an older version."""
-    path = run_of(checkpoint) / "config.toml"
+    path = run_of(checkpoint) / CONFIG
     config = record.read(path, record.Tables) or {}
     read: dict[str, Any] = {name: config[name] for name in ("model", "training", "pc") if name in config}
     if isinstance(training := read.get("training"), dict):

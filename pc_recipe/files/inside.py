@@ -5,7 +5,7 @@ from pathlib import Path
 
 from pc.errors import UserError
 from pc_recipe.files import look
-from pc_recipe.files.places import checkpoints_of
+from pc_recipe.files.places import CONFIG, checkpoints_of
 
 
 def require_plain(folder: Path) -> None:
@@ -22,7 +22,7 @@ def require_plain(folder: Path) -> None:
                     raise UserError(f"{entry.path} is a link that leads out of {folder}; move it away")
             elif not (entry.is_file() or entry.is_dir()):
                 raise UserError(f"{entry.path} is a pipe or a device, not a file; move it away")
-    if look.is_link(disk) and look.is_file(disk.resolve().parent / "config.toml"):
+    if look.is_link(disk) and look.is_file(disk.resolve().parent / CONFIG):
         raise UserError(f"{disk} is a link to the checkpoints of another run, {disk.resolve().parent}; move it away")
 
 

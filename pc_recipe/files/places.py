@@ -2,6 +2,9 @@
 
 from pathlib import Path
 
+CONFIG = "config.toml"
+"""The configuration of a run, by which its folder is known."""
+ENVIRONMENT = "environment.json"
 PENDING = "pending.toml"
 """The configuration of a start, until nothing refuses it; then it becomes config.toml."""
 

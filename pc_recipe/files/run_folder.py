@@ -13,7 +13,7 @@ from pc.errors import UserError
 from pc_recipe.files import look, record
 from pc_recipe.files.atomic import write_atomically
 from pc_recipe.files.lock import is_locked
-from pc_recipe.files.places import checkpoints_of, run_of
+from pc_recipe.files.places import CONFIG, ENVIRONMENT, checkpoints_of, run_of
 from pc_recipe.files.record import Malformed, Tables
 from pc_recipe.files.run_log import find_last_step
 
@@ -79,13 +79,13 @@ def write_failure(folder: Path, reason: str, step: int = 0, state: State = "fail
 
 def list_runs(folder: Path) -> list[Path]:
     """The folders of all runs in a folder, at any depth but not behind links, sorted."""
-    return sorted(Path(entry).parent for entry in look.everything_in(folder) if entry.name == "config.toml")
+    return sorted(Path(entry).parent for entry in look.everything_in(folder) if entry.name == CONFIG)
 
 
 def list_configs(run: Path) -> list[Path]:
     """config.toml, then config.1.toml and so on: the different configs of earlier parts of the run."""
     earlier = [run / name for name in look.names(run) if _EARLIER.fullmatch(name)]
-    return [run / "config.toml", *sorted(earlier, key=_number_of)]
+    return [run / CONFIG, *sorted(earlier, key=_number_of)]
 
 
 def _number_of(earlier: Path) -> int:
@@ -103,7 +103,7 @@ def read_first_config(run: Path) -> dict[str, Any]:
 def read_environment(run: Path) -> dict[str, Any]:
     """What environment.json says of a run's machine, code and data; empty if it is missing or damaged."""
     try:
-        return record.read(run / "environment.json", _Environment) or {}
+        return record.read(run / ENVIRONMENT, _Environment) or {}
     except Malformed:
         return {}
 
@@ -138,7 +138,7 @@ def require_no_other_run(run: Path, resolved: dict) -> None:
 
     A run with the same config may be repeated.
     """
-    other = find_last_step(run) and _read_other_config(run / "config.toml", resolved)
+    other = find_last_step(run) and _read_other_config(run / CONFIG, resolved)
     if list_checkpoints(checkpoints_of(run)) or other:
         raise UserError(
             f"{run} holds another run, which checkpoint.enable = false does not continue; give another --job.dump_folder"

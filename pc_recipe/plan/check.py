@@ -17,6 +17,7 @@ from pc_recipe.config.schema import Data
 from pc_recipe.data.manifest import Manifest, require_different, require_same_tokenizer
 from pc_recipe.data.tokenizers import smallest_dtype
 from pc_recipe.files import look
+from pc_recipe.files.places import CONFIG
 from pc_recipe.files.run_folder import find_newest_checkpoint, find_newest_step, read_state
 from pc_recipe.plan.installed import require_compiler, require_wandb
 from pc_recipe.train.inputs import result_key
@@ -238,7 +239,7 @@ def has_finished(config: Config) -> bool:
 
 def _check_finished(result: CheckResult, config: Config) -> None:
     folder = config.folder
-    earlier = _try(result, load_config, folder / "config.toml")
+    earlier = _try(result, load_config, folder / CONFIG)
     if earlier and (changed := run_key.differing_keys(result_key(earlier), result_key(config))):
         result.add_error(f"{folder} has finished with another {', '.join(changed)}; give another --job.dump_folder")
 

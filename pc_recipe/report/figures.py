@@ -22,7 +22,7 @@ _GMCN = {"pc": "PC blocks", "qkv": r"$W_\mathrm{Q}, W_\mathrm{K}, W_\mathrm{V}$"
 def draw_spectra(sources: Sequence[Path], output: Path, layers: Sequence[int] | None) -> None:
     """Histograms of singular values of the checkpoints; condition numbers of their runs against tokens."""
     by_name: dict[str, spectra.Spectra] = {}
-    checkpoints = spectra.checkpoints_of(sources)
+    checkpoints = spectra.named_checkpoints(sources)
     for name, checkpoint in checkpoints.items():
         by_name[name] = spectra.compute(checkpoint, layers)
         layers = layers or sorted({layer for layer, _ in by_name[name]})  # the first one's, for all
@@ -38,7 +38,7 @@ def draw_spectra(sources: Sequence[Path], output: Path, layers: Sequence[int] | 
 def write_report(sources: Sequence[Path], output: Path) -> None:
     """The page of `pc.report` about the checkpoints; for a run with PC, about both W and PC(W)."""
     models, with_pc = {}, []
-    for name, checkpoint in spectra.checkpoints_of(sources).items():
+    for name, checkpoint in spectra.named_checkpoints(sources).items():
         for which, tensors in spectra.both_weights(checkpoint).items():
             title = f"{name}, {which}" if which else name
             with_pc += [title] if which else []

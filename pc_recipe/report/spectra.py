@@ -25,7 +25,7 @@ Spectra = dict[tuple[int, str], Tensor]
 """{(layer counted from 1, block): singular values of the effective weight, descending [min(n, m)] in float64}."""
 
 
-def checkpoints_of(sources: Sequence[Path]) -> dict[str, Path]:
+def named_checkpoints(sources: Sequence[Path]) -> dict[str, Path]:
     """{unique name: checkpoint} of run folders (their last checkpoints) or checkpoint folders.
 
     A checkpoint given twice appears once. A name is as much of the run's path as is needed, with the step if several

@@ -14,7 +14,7 @@ from pc_recipe.checkpoints import run_tokenizer
 from pc_recipe.config import Config, load_config, run_key, write_config
 from pc_recipe.files.errors import DiskFailed
 from pc_recipe.files.lock import join_lock
-from pc_recipe.files.places import PENDING
+from pc_recipe.files.places import CONFIG, PENDING
 from pc_recipe.files.run_folder import keep_earlier_config, read_first_config, write_failure
 from pc_recipe.runs.nodes import meet_privately
 from pc_recipe.train.console import start_logging
@@ -69,7 +69,7 @@ def main() -> None:
                     )
                 begun = run_key.as_begun(config, first)
             keep_earlier_config(folder, begun.model_dump(exclude_unset=True), step)
-            write_config(begun, folder / "config.toml")
+            write_config(begun, folder / CONFIG)
             data = trainer.dataloader.manifests
             write_environment(folder, config, dist.get_world_size(), step, run_tokenizer.describe(data[0]))
             for manifest in [*data, *(trainer.validator.manifests if config.validation.enable else ())]:

@@ -18,6 +18,7 @@ from pc_recipe.config import Config
 from pc_recipe.config.run_key import all_values
 from pc_recipe.files import look
 from pc_recipe.files.atomic import write_atomically
+from pc_recipe.files.places import ENVIRONMENT
 from pc_recipe.files.run_folder import read_parts
 from pc_recipe.train.inputs import code_version, data_checksums
 
@@ -52,7 +53,7 @@ def write_environment(
         if any(before.get(key) != content[key] for key in ("code", "data", "world_size", "processor")):
             earlier = [before, *earlier]
         content["earlier"] = earlier
-    write_atomically(folder / "environment.json", json.dumps(content, indent=1) + "\n")
+    write_atomically(folder / ENVIRONMENT, json.dumps(content, indent=1) + "\n")
 
 
 def read_versions() -> dict[str, str | None]:

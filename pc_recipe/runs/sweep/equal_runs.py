@@ -18,6 +18,7 @@ from pc_recipe.config import Config
 from pc_recipe.config.inheritance import validated
 from pc_recipe.config.run_key import BATCH, START, differing_keys
 from pc_recipe.files import look, record, run_folder
+from pc_recipe.files.places import CONFIG
 from pc_recipe.runs.run import Run
 from pc_recipe.runs.sweep.spec import SWEEPS, Sweep
 from pc_recipe.train.inputs import code_version, result_key
@@ -54,7 +55,7 @@ def require_unchanged(sweep: Sweep, world_size: int | None = None) -> None:
     for run in sweep.runs:
         before, now = read_result_key(run.folder), result_key(run.resolved, world_size)
         problem = ""
-        if before is None and look.is_there(run.folder / "config.toml"):
+        if before is None and look.is_there(run.folder / CONFIG):
             problem = "several configurations, or unreadable ones (config*.toml); move it away to train it again"
         elif before is not None and (changed := differing_keys(before, now)):
             values = [f"{key} = {before.get(key, 'default')} (now {now.get(key, 'default')})" for key in changed[:3]]

@@ -410,7 +410,7 @@ def test_a_disk_that_fills_at_any_byte_is_one_line(tmp_path):
 def _purge_without_its_thread(rank, folder):
     """As if the thread were killed before it began; returns what it would have deleted."""
     manager, paths = make_checkpoints(folder), []
-    manager.keep_latest_k, manager._saving = 1, "step-20"
+    manager.keep_latest_k, manager._saving = 1, Path("step-20")
     with patch.object(manager, "purge_queue", SimpleNamespace(put=paths.append)):
         manager._purge_stale_checkpoints()
     return paths

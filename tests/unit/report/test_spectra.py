@@ -12,7 +12,7 @@ def test_singular_values_are_those_of_the_weights(tmp_path, with_pc, level):
     merged = save_checkpoint(tmp_path / "run", with_pc, level=level)
     for step in (3, 12):  # incomplete checkpoints, one older and one newer
         (tmp_path / "run" / "checkpoint" / f"step-{step}").mkdir()
-    (checkpoint,) = spectra.checkpoints_of([tmp_path / "run"]).values()
+    (checkpoint,) = spectra.named_checkpoints([tmp_path / "run"]).values()
     found = spectra.compute(checkpoint, [1, 2])
     assert {layer for layer, _ in found} == {1, 2} and {block for _, block in found} == {"o", "gate", "up", "down"}
     for (layer, block), sigma in found.items():

@@ -71,7 +71,7 @@ def test_the_newest_and_the_milestones_stay(tmp_path, keep_latest_k, keep_every,
         (folder / name / ".metadata").touch()
     manager = make_checkpoints(tmp_path, keep_latest_k=0, keep_every=keep_every)
     manager.keep_latest_k = keep_latest_k  # here, so that TorchTitan has started no thread that deletes
-    manager._saving, manager.purge_queue = str(folder / "step-11"), queue.Queue()
+    manager._saving, manager.purge_queue = folder / "step-11", queue.Queue()
     manager._purge_stale_checkpoints()
     purged = {f"step-{step}" for step in range(2, 12)} - {f"step-{step}" for step in stay}
     assert {path.name for path in folder.iterdir()} == {*others, *(f"step-{step}" for step in stay)} | {

@@ -85,7 +85,7 @@ def _resume(manager):
 
 
 def _purge(manager):
-    manager.keep_latest_k, manager.purge_queue, manager._saving = 2, queue.Queue(), "step-30"
+    manager.keep_latest_k, manager.purge_queue, manager._saving = 2, queue.Queue(), Path("step-30")
     manager._purge_stale_checkpoints()
     while not manager.purge_queue.empty():
         shutil.rmtree(manager.purge_queue.get(), ignore_errors=True)  # like TorchTitan's thread
