@@ -247,7 +247,12 @@ def test_closures_with_gradients_that_stay_allocated(clips):
 
         for _ in range(2):
             loop.optimizer.step(closure)
+            assert all((w.effective.grad is None) is set_to_none for w in loop.preconditioner.weights.values())
         found.append(loop.trained())
+        if set_to_none:  # only a closure pulls back by itself
+            loop.backward()
+            with pytest.raises(UserError, match="was not called after the last backward"):
+                torch.nn.utils.clip_grad_norm_(loop.optimizer.param_groups[0]["params"], 0.01)
     require_near(*found)
 
 

@@ -216,6 +216,17 @@ def test_a_second_step_with_the_same_gradients_writes_too():
         require_pc(loop.preconditioner)
 
 
+def test_a_step_at_rate_0_with_the_same_gradients_writes_nothing():
+    loop = Loop(sgd)
+    loop.backward()
+    loop.pull_back()
+    writes = count_writes(loop)
+    for rate in (0.1, 0.0):
+        loop.optimizer.param_groups[0]["lr"] = rate
+        loop.optimizer.step()
+    assert len(writes) == 1
+
+
 def by_closures(loop, pulls_back):
     """A step of each optimizer; returns the number of writes."""
     writes = count_writes(loop)
@@ -360,10 +371,12 @@ def test_optimizers_that_are_replaced_while_another_has_yet_to_step():
     parameters = [*itertools.chain(*(group["params"][:] for one in loop.optimizers for group in one.param_groups))]
     loop.optimizers = [adamw(parameters)]
     loop.preconditioner.follow(loop.optimizer)
+    writes = count_writes(loop)
+    loop.optimizer.step()
+    assert len(writes) == 1
     loop.zero_grad()
     loop.model(toy_batch(0))
     require_pc(loop.preconditioner)
-    writes = count_writes(loop)
     for step in range(2):
         loop.step(step)
-    assert len(writes) == 2
+    assert len(writes) == 3
