@@ -176,6 +176,16 @@ class Study(dict):
         assert len(losses), f"{self.experiment.name} has no tuning run of {arm} at {rate}"
         return losses.mean()
 
+    def tuning(self) -> str:
+        """A table of what was tuned, by arm and rate: the final loss of each tuning seed, lowest mean first; below it what has
+        run with fewer seeds."""
+        runs = self.experiment.runs
+        losses = runs[runs.chose].pivot(index=["arm", "rate"], columns="seed", values="loss")
+        order = sorted(losses.index, key=lambda at: (-losses.loc[at].count(), losses.loc[at].mean()))
+        cells = [["" if math.isnan(loss) else f"{loss:.4f}" for loss in losses.loc[at]] for at in order]
+        rows = [[arm, f"{rate:.4g}", *losses] for (arm, rate), losses in zip(order, cells, strict=True)]
+        return markdown.table(["arm", "rate", *(f"seed {seed}" for seed in losses.columns)], rows)
+
     def share(self, arm: str, control: str) -> Estimate:
         """(control - arm) / (baseline - level 4) with its 95 % interval: seeds of each arm are drawn separately, with
         replacement, 10,000 times."""

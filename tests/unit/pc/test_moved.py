@@ -164,6 +164,12 @@ def test_it_is_said_once():
     require_pc(loop.preconditioner)
 
 
+class MovesOnce(torch.optim.SGD):
+    def step(self, closure=None):
+        if not self.state:
+            super().step(closure)
+
+
 class LeavesOutTheFirst(torch.optim.SGD):
     """As SOAP, which first looks at a gradient."""
 
@@ -212,6 +218,7 @@ RIGHT = {
     "no loss": lambda: without_loss(Loop(sgd)),
     "some frozen": lambda: frozen(Loop(sgd)),
     "the first step left out": lambda: train(Loop(lambda p: LeavesOutTheFirst(p, lr=0.1))),
+    "only the first step taken": lambda: train(Loop(lambda p: MovesOnce(p, lr=0.1, momentum=0.9))),
     "fused steps that a scaler skips": lambda: scaled(in_float32(lambda p: torch.optim.SGD(p, lr=0.1, fused=True))),
     "capturable": lambda: train(Loop(lambda p: torch.optim.AdamW(p, lr=torch.tensor(1e-2), foreach=False))),
 }
