@@ -7,6 +7,7 @@ import torch
 from accelerate import Accelerator
 from lightning.pytorch.tuner import Tuner
 from safetensors.torch import load_file, save_file
+from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import pc
@@ -65,6 +66,19 @@ def test_layers_that_peft_trains_whole():
     plain = pc.merge(model).merge_and_unload()
     assert plain.state_dict().keys() == toy_model().state_dict().keys()
     torch.testing.assert_close(plain(toy_batch(0)), output, rtol=1e-12, atol=1e-12)
+
+
+def test_weights_that_torchao_wraps_for_float8():
+    """They have no storage of their own."""
+    model = toy_model(d=32, f=48).float()
+    convert_to_float8_training(model, config=Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=True))
+    optimizer = sgd(pc.attach(model, PCConfig()).parameters())
+    preconditioner = pc.precondition(model, optimizer)
+    before = preconditioner.weights["0.attention.wo"].effective.detach().clone()
+    toy_loss(model, toy_batch(0, d=32).float()).backward()
+    preconditioner.pull_back()
+    optimizer.step()
+    assert not torch.equal(preconditioner.weights["0.attention.wo"].effective, before)
 
 
 class PCTrainer(PCTrainerMixin, Trainer):
