@@ -12,8 +12,9 @@ from pc.method import method_of
 pytestmark = pytest.mark.fast
 
 SHAPES = pytest.mark.parametrize("shape", [(48, 132), (132, 48), (64, 64)], ids=str)
-# Rounding to float16 changes a number by up to 4.9e-4 of itself, on average by 2.8e-4 over several roundings of each product.
-TOLERANCE = 1.2e-3
+# Rounding to float16 changes a number by up to 4.9e-4 of itself, on average by 2.8e-4 over several roundings of each product;
+# larger coefficients amplify it: to 7e-4 at level 4, to 1.2e-3 at the level that CONTRIBUTING.md adds.
+TOLERANCE = 1.4e-3
 
 
 def _passes(weight, gradient, u, v, level=4, dtype=torch.float32, **kwargs):
@@ -163,7 +164,7 @@ def test_the_bound_of_stored_products(monkeypatch, coefficients):
             part, linear = polynomial._gradient(coefficients, gram, kept[2:], d + d.mT)
             found = [(d + d.mT).norm().item(), (part + part.mT + linear * (d + d.mT)).norm().item(), *sizes]
             largest = max(largest, max(found) / h.norm().item() / maps.growth(coefficients))
-    assert 0.05 < largest <= 1.0
+    assert 0.04 < largest <= 1.0
 
 
 def _noted(sizes, tensor):
