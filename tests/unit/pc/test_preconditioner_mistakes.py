@@ -125,6 +125,22 @@ def test_a_change_of_what_pc_is_computed_from(changed, said):
     loop.step()
 
 
+def test_averages_of_the_parameters_that_were_swapped_back():
+    """u and v, which are buffers, were left alone, so they do not tell of a load."""
+    loop, other = Loop(sgd), Loop(sgd)
+    for parameter in loop.model.parameters():
+        before = parameter.detach().clone()
+        parameter.detach().mul_(0.9)
+        parameter.detach().copy_(before)
+    loop.backward()
+    require_refused(CHANGED, loop.pull_back)
+    loop.preconditioner.note_loaded()
+    loop.pull_back()
+    loop.update()
+    other.step()
+    assert same(loop.model.state_dict(), other.model.state_dict())
+
+
 def test_a_gamma_that_is_taken_out():
     """As one that was changed."""
     loop = Loop(sgd)
