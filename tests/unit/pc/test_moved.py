@@ -381,3 +381,25 @@ def test_a_schedule_free_optimizer_in_both_modes():
     require_pc(loops[0].preconditioner)
     loops[0].preconditioner.leave()
     assert loops[0].optimizer.train.__func__ is ScheduleFree.train
+
+
+class Rewriting(ScheduleFree):
+    def train(self, mode=True):
+        for p in self.param_groups[0]["params"]:
+            p.detach().copy_(p.detach().clone())
+
+
+def test_an_exchange_of_equal_values():
+    """It is no change of W, and hides none that came before it."""
+    loop = Loop(Rewriting)
+    before = copy.deepcopy(loop.model.state_dict())
+    loop.optimizer.train()
+    loop.backward()
+    loop.pull_back()
+    assert same(loop.model.state_dict(), before)  # u and v too
+    loop.update()
+    loop.model[0].attention["wo"].weight_orig.detach().mul_(2.0)
+    loop.optimizer.eval()
+    loop.backward()
+    with pytest.raises(UserError, match="W is newer than"):
+        loop.pull_back()
