@@ -123,7 +123,7 @@ def test_other_content_of_the_data_is_another_run(folder):
     for content, expected in (("a", []), ("b", ["content of data.path", "content of data.validation_path"])):
         Path("shards/manifest.json").write_text(json.dumps({"content_sha256": content}))
         if content == "a":
-            environment.write_environment("outputs/by-hand", config, 1, step=0)
+            environment.write_environment(Path("outputs/by-hand"), config, 1, step=0)
         assert differing_keys(equal_runs.read_result_key(Path("outputs/by-hand")), result_key(config)) == expected
         moved, weighted = (load_config("pc.toml", [f"--data.path={p}"]) for p in ("./shards", '{"shards" = 2.0}'))
         assert differing_keys(result_key(moved), result_key(config)) == []
@@ -203,7 +203,7 @@ def test_a_run_that_continues_on_another_processor_records_both(folder, monkeypa
     Path("run").mkdir()
     for vendor in ("AuthenticAMD", "GenuineIntel", "GenuineIntel"):
         monkeypatch.setattr(environment, "read_processor", lambda: {"vendor_id": vendor})
-        environment.write_environment("run", config, 1, step=1 if Path("run/environment.json").exists() else 0)
+        environment.write_environment(Path("run"), config, 1, step=1 if Path("run/environment.json").exists() else 0)
     assert [part["processor"]["vendor_id"] for part in run_folder.read_parts(Path("run"))] == [
         "GenuineIntel",
         "AuthenticAMD",
