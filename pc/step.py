@@ -169,7 +169,8 @@ def checksums(weights: Iterable[Tensors]) -> tuple[Any, Tensor]:
         in_pairs = flat.itemsize == 4 and flat.numel() % 2 == 0 and flat.storage_offset() % 2 == 0
         word = torch.int64 if in_pairs else torch.int32 if flat.itemsize % 4 == 0 else torch.int16
         found.append(flat.view(word).sum())
-    words = torch.cat([one.flatten() for of_all in vectors for one in of_all]).view(torch.int32)
+    # by two bytes, because in half precision their number may be odd
+    words = torch.cat([one.flatten() for of_all in vectors for one in of_all]).view(torch.int16)
     found.append((words * (2 * torch.arange(len(words), device=words.device) + 1)).sum())
     return (of_w[0].dtype, of_w[0].device), torch.stack(found)
 
