@@ -28,7 +28,7 @@ from torch import Tensor
 from torchtitan.models.llama3.model.model import apply_rotary_emb
 
 from experiments.evidence import CONDITION
-from pc.blocks import block_of, matches
+from pc.blocks import block_of, names_layer
 from pc.command import exit_on_user_error
 from pc.errors import UserError
 from pc.method import Method, method_of
@@ -137,7 +137,7 @@ class Training:
         weights = {name: torch.stack([one[name].detach() for one in initial]) for name in initial[0]}
         self.used = {name: weight.to(device, copy=True).requires_grad_() for name, weight in weights.items()}
         self.layers = [layer for layer in (name.removesuffix(".weight") for name in weights) if block_of(layer)]
-        entries = {layer: [one for one in self.config.pc.blocks if matches(one, layer)] for layer in self.layers}
+        entries = {layer: [one for one in self.config.pc.blocks if names_layer([one], layer)] for layer in self.layers}
         self.turned = [layer for layer in self.layers if entries[layer]]
         self.groups: list[Group] = []
         if self.with_pc:

@@ -154,8 +154,8 @@ def complete_square(coefficients: Coefficients) -> Square | None:
 @cache
 def growth(coefficients: Coefficients) -> float:
     """How large what `polynomial.vjp` stores may become: entries are at most this times the Frobenius norm of the gradient H,
-    where singular values of N are at most `REACH`. By the norms of products: |H N^T| is at most |H| times `REACH`. Later stages of
-    `polar_express`, which needs float32, meet singular values of up to 2."""
+    where singular values of N are at most `REACH`. By the norms of products: |H N^T| is at most |H| times `REACH`. Later
+    stages of `polar_express`, which needs float32, meet singular values of up to 2."""
     return 2 * REACH * max(1.0, *_growths(coefficients))  # of D + D^T, and of what is made of it
 
 

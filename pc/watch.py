@@ -12,16 +12,16 @@ parallelism. What `weight`, its gradient and W are to each other is one attribut
     WRITTEN, PULLED_BACK  pull_back                        PULLED_BACK, all wait, also who skipped the last step
     PULLED_BACK           `follow`                         PULLED_BACK, all wait
     PULLED_BACK, MOVED    a step of one that waits         MOVED, the others wait; if none does, PC(W) is written: WRITTEN
-    any                   a step of another on gradients   the same, as if all had waited
+    any                   a step of one that does not      if gradients of W are left, the same as if all had waited
     MOVED                 a forward pass, `write_pc`       PULLED_BACK if some wait, else WRITTEN
     any                   somebody changes W               MOVED; without guards, pull_back is refused until `write_pc`
     any                   a write fails                    MOVED
     any                   a whole state loads              WRITTEN
 
 `stepping` is the last optimizer whose step may have moved W, and it is in `waiting` until that step has ended. So a step that
-raises has not been taken, and version counters tell whether it has moved W. A closure pulls back inside a step; if
-that optimizer waits, `waiting` stays as it is. `pull_back` is linear in the gradient, so one call on the accumulated gradient equals the sum of the
-backward passes of `pc.PCLinear`. Both passes go on in `pc.step`.
+raises has not been taken, and version counters tell whether it has moved W. A closure pulls back inside a step; if that
+optimizer waits, `waiting` stays as it is. `pull_back` is linear in the gradient, so one call on the accumulated gradient
+equals the sum of the backward passes of `pc.PCLinear`. Both passes go on in `pc.step`.
 """
 
 import threading
@@ -108,8 +108,8 @@ class Watch:
 
         Args:
             set_to_none: else `weight.grad` is zeroed and stays allocated, 4 bytes for each entry, as a replayed CUDA graph
-                needs. From then on `zero_grad` zeroes it too, and of what comes before `pull_back` only a step is refused, unless an
-                optimizer has skipped the last one.
+                needs. From then on `zero_grad` zeroes it too, and of what comes before `pull_back` only a step is refused,
+                unless an optimizer has skipped the last one.
 
         Raises:
             UserError: there are no gradients, W, gamma, u, v or PC(W) has changed since PC(W) was written, or a weight with a
