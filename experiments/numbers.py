@@ -29,6 +29,7 @@ from pc_recipe.plan.cost import RunCost, StepCost
 FOLDER = Path(__file__).parent
 CONFIGS = FOLDER.parent / "train_configs"
 RESULTS = FOLDER.parent / "results"
+NAMED = ("verdict", "initialisation")  # both name studies by tokens per parameter
 
 
 class Estimate(NamedTuple):
@@ -214,12 +215,12 @@ def _loss(log: pd.DataFrame, experiment: Experiment, at: str) -> float:
 
 @cache
 def studies() -> dict[str, Study]:
-    """Studies by name, of all folders with rows; names of the verdict's begin with "verdict-"."""
+    """Studies by name, of all folders with rows; where a folder's name is in `NAMED`, the study's name begins with it."""
     found = {}
     for folder in sorted(file.parent for file in FOLDER.glob("**/runs.jsonl")):
         plan = read_preregistration(folder)
         for one in read_experiments(folder):
-            found[f"verdict-{one.study}" if folder.name == "verdict" else one.study] = Study(one, plan)
+            found[f"{folder.name}-{one.study}" if folder.name in NAMED else one.study] = Study(one, plan)
     return found
 
 
