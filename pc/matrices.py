@@ -52,7 +52,7 @@ def stored_weights(model: nn.Module) -> tuple[list[Stored], list[str]]:
     for full_name, parameter in model.named_parameters():
         name = clean_name(full_name)
         base, _, added = name.rpartition("_")
-        is_of_pc = added in ADDED and f"{base}_orig" in names
+        is_of_pc = added in ADDED and {base, f"{base}_orig"} <= names
         if parameter.ndim < 2 or is_of_pc or name.endswith("bias"):
             continue
         split = splits.get(name) or MatrixSplit((_label(name),))
@@ -69,6 +69,8 @@ def _why_not(name: str, parameter: Tensor, is_known: bool) -> str:
     """Why a parameter is no matrix that can be measured; "" if it is one."""
     if not parameter.numel():
         return "empty"
+    if re.search(r"_orig$|\bparametrizations\.", name):
+        return "the weight is computed from it, by torch's prune, spectral_norm or parametrize"
     if parameter.is_complex() or not parameter.is_floating_point():
         return f"{parameter.dtype} is no real floating-point type".replace("torch.", "")
     if parameter.dtype.itemsize < 2:
