@@ -138,7 +138,9 @@ class Weight:
             if self.gamma is not None:
                 self.gamma.fill_(1.0)
             return
-        module.register_parameter(self._keys["orig"], nn.Parameter(effective.detach().clone(), effective.requires_grad))
+        orig = nn.Parameter(effective.detach().clone(), effective.requires_grad)
+        vars(orig).update(vars(effective))  # such as a factor of the rate, which an optimizer reads
+        module.register_parameter(self._keys["orig"], orig)
         if self.config.learnable_gamma:
             gamma = nn.Parameter(_ones(self.split, effective), effective.requires_grad)
             module.register_parameter(self._keys["gamma"], gamma)

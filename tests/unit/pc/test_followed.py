@@ -101,6 +101,28 @@ class Prepared(torch.optim.AdamW):
         assert len(group["param_names"]) == len(group["params"])
 
 
+class Multiplied(torch.optim.SGD):
+    """Multiplies rates by what a parameter says of itself, as optimizers of speed runs do, when it steps."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                p.sub_(p.grad, alpha=0.1 * getattr(p, "lr_mul", 1.0))
+
+
+def test_w_has_the_attributes_of_the_weight():
+    loop = Loop.__new__(Loop)
+    loop.model, loop.follows = pc.attach(toy_model(), PCConfig()), True
+    loop.model[0].attention["wo"].weight.lr_mul = 0.0
+    loop.optimizers = [Multiplied(loop.model.parameters(), lr=0.1)]
+    loop.preconditioner = pc.precondition(loop.model, loop.optimizer)
+    before = {name: weight.orig.clone() for name, weight in loop.preconditioner.weights.items()}
+    loop.step()
+    stay = [name for name, weight in loop.preconditioner.weights.items() if torch.equal(weight.orig, before[name])]
+    assert stay == ["0.attention.wo"]
+
+
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, Prepared])
 @pytest.mark.parametrize("prefix", ["", "_orig_mod."])
 def test_names_of_parameters_stay_theirs(kind, prefix):
