@@ -49,7 +49,8 @@ class Step:
     Args:
         splits: by the name of a weight.
         sharing: ranks that have the same plain weights and gradients, and share the work.
-        replicas: what `DistributedDataParallel` has wrapped: a rank that has joined, with no more batches, shares nothing.
+        replicas: what `DistributedDataParallel` has wrapped: a rank that has joined, with no more batches, shares nothing,
+            nor do any where a hook replaces the averaging of gradients.
     """
 
     def __init__(
@@ -114,8 +115,9 @@ class Step:
     def _plan(self, weights: Mapping[str, Tensors], share: bool) -> tuple[Plan, list[Tensor]]:
         """The plan of these weights, made when it is first needed, and their gammas, [P] or [E, P]."""
         gammas = [gamma_values(self._splits[name], w.effective, w.gamma) for name, w in weights.items()]
-        has_left = any(ddp._join_config.enable for ddp in self._replicas)
-        sharing = self._sharing if share and not has_left else None
+        # a rank has left, or the ranks' gradients may differ, as by hooks for local SGD
+        is_alone = any(ddp._join_config.enable or ddp._comm_hooks for ddp in self._replicas)
+        sharing = self._sharing if share and not is_alone else None
         # `model.double()` makes other weights of the same names
         key = (sharing, *((name, w.orig.dtype, w.orig.device) for name, w in weights.items()))
         return self._plans.get(key, partial(self._make_plan, weights, gammas, sharing)), gammas

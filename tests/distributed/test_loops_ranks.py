@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.algorithms.join import Join
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -231,8 +232,10 @@ def _share(rank, given):
     loop = Loop.__new__(Loop)
     model = pc.attach(toy_model(), CONFIG)
     loop.model, loop.follows, loop.optimizers = DDP(model), True, [sgd(model.parameters())]
+    if given == "DDP with a hook":
+        loop.model.register_comm_hook(None, allreduce_hook)
     loop.preconditioner = pc.precondition(
-        loop.model if given == "DDP" else model,
+        loop.model if "DDP" in given else model,
         loop.optimizer,
         process_group=dist.group.WORLD if given == "group" else None,
     )
@@ -243,14 +246,15 @@ def _share(rank, given):
     return computed, found
 
 
-@pytest.mark.parametrize("given", ["DDP", "group", "model"])
+@pytest.mark.parametrize("given", ["DDP", "group", "model", "DDP with a hook"])
 def test_ranks_of_ddp_share_the_work(given):
-    """In each step and at the start, one rank computes each of eight matrices; without a group every rank does."""
+    """In each step and at the start, one rank computes each of eight matrices; without a group every rank does, and with a
+    hook, because one for local SGD leaves ranks their own gradients."""
     expected, extra = alone(), 8  # by the last write_pc, on rank 0 alone
     found = run_ranks(2, _share, given)
     pulled = [computed["pull_back"] for computed, _ in found]
     written = [computed["evaluate"] - extra * (rank == 0) for rank, (computed, _) in enumerate(found)]
-    part = 1 if given == "model" else 2
+    part = 1 if given in ("model", "DDP with a hook") else 2
     assert pulled == [3 * 8 // part] * 2 and written == [4 * 8 // part] * 2
     for _, result in found:
         require_near(result, expected)
