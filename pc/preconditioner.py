@@ -81,9 +81,7 @@ class Preconditioner(Watch):
         unfollowed = register_optimizer_step_pre_hook(partial(_require_w, weakref.ref(self)))
         self._stop_asking = weakref.finalize(self, unfollowed.remove)
         # `pc.attach` puts guards on weights that do not hold PC(W), and a copy may be an average of PC(W) and of W
-        if remove_guards(modules) or (
-            had_w and not self._step.has_written({name: weight.tensors() for name, weight in weights.items()})
-        ):
+        if remove_guards(modules) or (had_w and not self.holds_pc()):
             self._write(advance=True, share=True)
 
     def __reduce__(self):
@@ -105,6 +103,10 @@ class Preconditioner(Watch):
         for name, *both in zip(self.weights, versions(self.weights.values()), self._versions, strict=True):
             if any(new == old for new, old in zip(*both, strict=True) if new is not None):
                 raise UserError(f"{name} was not loaded with its W, gamma, u and v")
+
+    def holds_pc(self) -> bool:
+        """Whether each `weight` is PC(W) of its W, gamma, u and v: computed anew. Call it on every rank."""
+        return self._step.has_written({name: weight.tensors() for name, weight in self.weights.items()})
 
     def note_loaded(self) -> None:
         """Call it on every rank when all tensors of all weights were loaded: `weight` then counts as PC(W) of W."""

@@ -13,7 +13,7 @@ import torch
 from transformers import Trainer
 
 from pc.errors import UserError
-from pc.integrations import has_pc, started
+from pc.integrations import has_pc, note_wrapped, started
 from pc.preconditioner import Preconditioner
 
 
@@ -38,8 +38,9 @@ class PCTrainerMixin(Trainer):
     def create_scheduler(self, num_training_steps: int, optimizer=None):
         """Called once model and optimizer are wrapped, before a checkpoint's optimizer state is loaded."""
         chosen: Any = optimizer or self.optimizer
-        self.preconditioner.note_loaded()
-        self.preconditioner.follow(chosen)
+        preconditioner = self.preconditioner
+        note_wrapped(preconditioner)
+        preconditioner.follow(chosen)
         return super().create_scheduler(num_training_steps, optimizer)
 
     def training_step(self, *args, **kwargs) -> torch.Tensor:

@@ -328,6 +328,17 @@ def test_a_network_that_lightning_makes_after_a_checkpoint_is_loaded_is_refused(
         lightning_trainer(PCCallback(), max_epochs=1).fit(Late())
 
 
+def test_plain_weights_that_a_module_loads_in_its_setup_are_not_lost():
+    """The callback has started by then, so W would be the first weights, and the loaded ones gone after one step."""
+
+    class Loads(Net):
+        def setup(self, stage):
+            self.net.load_state_dict(toy_model(seed=1).state_dict(), strict=False)
+
+    with pytest.raises(UserError, match="load plain weights before"):
+        lightning_trainer(PCCallback(), max_epochs=1).fit(Loads())
+
+
 def test_a_trainer_goes_back_to_its_best_model_and_on_from_there(tmp_path):
     """The best is the first of two checkpoints, because here the highest loss counts as best."""
     best = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 2, "greater_is_better": True}
