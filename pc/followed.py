@@ -53,7 +53,7 @@ def ids_of_parameters(*optimizers: Optimizer) -> set[int]:
 def join(weights: Iterable[Weight], given: Iterable[Any], preconditioner: Any) -> list[Optimizer]:
     """Put W in the place of PC(W) in the optimizers, and gamma into a group of the same optimizer.
 
-    W also gets what an optimizer has stored for PC(W), such as its momentum. `zero_grad` clears gradients of PC(W) too.
+    W also gets what an optimizer has stored for PC(W), such as its momentum. `zero_grad` clears their gradients of PC(W) too.
 
     Raises:
         UserError: as `find_groups`. Optimizers are then as before.
@@ -86,7 +86,7 @@ def join(weights: Iterable[Weight], given: Iterable[Any], preconditioner: Any) -
             _introduce(optimizer, group, [(p, name) for p, name in wanted if id(p) not in has])
             _set_parameters(group, wanted, Parameters([p for p, _ in wanted], preconditioner))
         if not hasattr(optimizer.zero_grad, "without_pc"):
-            optimizer.zero_grad = _clearing(optimizer.zero_grad, preconditioner.clear_gradients)  # type: ignore[method-assign]
+            optimizer.zero_grad = _clearing(optimizer.zero_grad, optimizer, preconditioner)  # type: ignore[method-assign]
             _write_after_exchanges(optimizer, preconditioner)
     return optimizers
 
@@ -137,11 +137,12 @@ def _set_parameters(group: dict[str, Any], named: list[tuple[nn.Parameter, str]]
         group["param_names"] = [name for _, name in named]
 
 
-def _clearing(zero_grad: Callable, clear_gradients: Callable[[], None]) -> Callable:
+def _clearing(zero_grad: Callable, optimizer: Optimizer, preconditioner: Any) -> Callable:
     @wraps(zero_grad)
     def both(*args, **kwargs) -> None:
-        clear_gradients()
-        zero_grad(*args, **kwargs)
+        preconditioner.clear_gradients(optimizer)
+        with preconditioner.exempt():  # others may have gradients of PC(W)
+            zero_grad(*args, **kwargs)
 
     both.without_pc = zero_grad  # type: ignore[attr-defined]
     return both

@@ -113,11 +113,24 @@ class Preconditioner(Watch):
         self._note_written(State(Phase.WRITTEN))
 
     @torch.no_grad()
-    def clear_gradients(self) -> None:
-        """Drop the gradients of PC(W), also for an optimizer's `zero_grad(set_to_none=False)`."""
+    def clear_gradients(self, optimizer: Optimizer | None = None) -> None:
+        """Drop the gradients of PC(W), also for an optimizer's `zero_grad(set_to_none=False)`; of one that is given, of the
+        weights whose W or gamma it holds."""
+        held = None if optimizer is None else followed.ids_of_parameters(optimizer)
         for weight in self.weights.values():
+            if held is not None and not any(id(parameter) in held for parameter in weight.trained):
+                continue
             gradient = weight.effective.grad
             weight.effective.grad = gradient.zero_() if self._keeps_gradients and gradient is not None else None
+
+    @contextlib.contextmanager
+    def exempt(self) -> Iterator[None]:
+        """Within it the parameters of an optimizer may be iterated over while there are gradients of PC(W)."""
+        self._is_exempt = True
+        try:
+            yield
+        finally:
+            self._is_exempt = False
 
     @torch.no_grad()
     def write_pc(self) -> None:
@@ -183,8 +196,8 @@ class Preconditioner(Watch):
             self._hooks[optimizer] = [
                 optimizer.register_step_pre_hook(self._before_step),
                 optimizer.register_step_post_hook(self._after_step),
-                optimizer.register_state_dict_pre_hook(lambda _: setattr(self, "_is_saving", True)),
-                optimizer.register_state_dict_post_hook(lambda *_: setattr(self, "_is_saving", False)),
+                optimizer.register_state_dict_pre_hook(lambda _: setattr(self, "_is_exempt", True)),
+                optimizer.register_state_dict_post_hook(lambda *_: setattr(self, "_is_exempt", False)),
             ]
         if self._hooks:
             self._stop_asking()

@@ -74,8 +74,8 @@ class Watch:
         """on these modules, while PC(W) is older than W"""
         self._keeps_gradients = False
         """whether gradients of PC(W) stay allocated, so that only the state tells whether there are any"""
-        self._is_saving = False
-        """whether an optimizer's state dict is being made, which may happen between micro-batches"""
+        self._is_exempt = False
+        """whether an optimizer makes its state dict or clears gradients, which may happen between micro-batches"""
         self._runs_closure = False
         """whether the closure of a step is running, in which gradients are pulled back when they are needed"""
         self._worst: Tensor | None = None
@@ -331,9 +331,11 @@ class Parameters(list):
     @torch.compiler.disable
     def __iter__(self) -> Iterator[nn.Parameter]:
         watch = self.preconditioner
+        if watch._is_exempt:
+            return super().__iter__()
         if watch._runs_closure and watch.has_gradients():
             watch.pull_back(set_to_none=not watch._keeps_gradients)
-        if not (watch._is_saving or watch._keeps_gradients) and watch.has_gradients():
+        if not watch._keeps_gradients and watch.has_gradients():
             raise UserError(guard.NOT_PULLED_BACK)
         return super().__iter__()
 

@@ -346,6 +346,21 @@ def test_two_models_that_train_in_turn():
         require_near(found[0][which], found[1][which], tolerance=1e-10)
 
 
+def test_clearing_the_gradients_of_one_optimizer_keeps_those_of_another():
+    """Two parts that accumulate over different numbers of batches."""
+    found = []
+    for kind in (Loop, InGraph):
+        loop = kind(one_for_each_block)
+        for step in range(3):
+            loop.backward(2 * step)
+            loop.optimizers[1].zero_grad()
+            loop.backward(2 * step + 1)
+            loop.pull_back()
+            loop.update()
+        found.append(loop.trained())
+    require_near(*found, tolerance=1e-10)
+
+
 def test_gammas_alone():
     loop = Loop(adamw)
     for weight in loop.preconditioner.weights.values():
