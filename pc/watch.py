@@ -113,7 +113,7 @@ class Watch:
 
         Raises:
             UserError: there are no gradients, W, gamma, u, v or PC(W) has changed since PC(W) was written, or a weight with a
-                gradient has its W in no followed optimizer.
+                gradient has its W or gamma in no followed optimizer.
         """
         with self._lock:
             self._find_changes()
@@ -141,9 +141,10 @@ class Watch:
         """`held`: the ids of each W and gamma that a followed optimizer holds."""
         gradients: list[Any] = [one.effective.grad for one in used.values()]
         for (name, (_, orig, gamma, *_others)), gradient in zip(used.items(), gradients, strict=True):
-            if not orig.requires_grad and not (gamma is not None and gamma.requires_grad):
+            trained = [p for p in (orig, gamma) if p is not None and p.requires_grad]
+            if not trained:
                 raise UserError(f"{name} {guard.FROZEN}")
-            if self._hooks and orig.requires_grad and id(orig) not in held:
+            if self._hooks and any(id(p) not in held for p in trained):
                 raise UserError(f"{name} was unfrozen; call preconditioner.follow(optimizer) first")
             if gradient.requires_grad:
                 raise UserError(f"the gradient of {name} {guard.HAS_GRAPH}")

@@ -253,6 +253,18 @@ def unfrozen_by_an_earlier_list():
     preconditioner.pull_back()
 
 
+def unfrozen_without_its_gamma():
+    """The optimizer gets W, perhaps by its two dimensions. Gamma would stay 1, and its gradient would add up for ever."""
+    model = attached()
+    model[0].requires_grad_(False)
+    optimizer = sgd([p for p in model.parameters() if p.requires_grad])
+    preconditioner = pc.precondition(model, optimizer)
+    model[0].requires_grad_()
+    optimizer.add_param_group({"params": [p for p in model[0].parameters() if p.ndim > 1]})
+    toy_loss(model, toy_batch(0)).backward()
+    preconditioner.pull_back()
+
+
 def by_names(split):
     """Optimizers made after `pc.precondition`; `split(weights, rest)` gives the parameters of each."""
     preconditioner = pc.precondition(model := attached())
@@ -267,6 +279,10 @@ MISTAKES = {
     "unfrozen by an earlier list": (
         unfrozen_by_an_earlier_list,
         "0.attention.wo has gradients, but its W and gamma are frozen",
+    ),
+    "unfrozen without its gamma": (
+        unfrozen_without_its_gamma,
+        "0.attention.wo was unfrozen; call preconditioner.follow",
     ),
     "PC(W) and W in two groups": (
         lambda: by_names(lambda weights, rest: [[{"params": weights}, {"params": rest}]]),
