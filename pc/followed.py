@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from pc.errors import UserError
 from pc.guard import MAKE_IT_LATER
+from pc.shards import innermost
 from pc.watch import Parameters
 from pc.weight import Weight
 
@@ -257,9 +257,7 @@ def _keeps_views(optimizer: Optimizer, weights: Iterable[Weight]) -> bool:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    while is_traceable_wrapper_subclass(tensor):  # has none of its own: a DTensor, or torchao's float8 weights in one
-        tensor = getattr(tensor, tensor.__tensor_flatten__()[0][0])
-    return tensor.untyped_storage().data_ptr()
+    return innermost(tensor).untyped_storage().data_ptr()
 
 
 def _group_for_gamma(weight: Weight, optimizers: list[Optimizer]) -> Any:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from pc.errors import UserError
 
@@ -23,6 +24,13 @@ def local(tensor: Tensor) -> Tensor:
 def shards_of(items: Iterable[Iterable[Tensor]]) -> list[list[Tensor]]:
     """`local` of each tensor of each item."""
     return [[x._local_tensor if isinstance(x, DTensor) else x for x in item] for item in items]
+
+
+def innermost(tensor: Tensor) -> Tensor:
+    """What holds its entries: that of a wrapper such as torchao's float8 weights has no storage of its own."""
+    while is_traceable_wrapper_subclass(tensor):
+        tensor = getattr(tensor, tensor.__tensor_flatten__()[0][0])
+    return tensor
 
 
 def sharded_dims(tensor: Tensor) -> dict[int, int | None]:

@@ -82,7 +82,7 @@ class Watch:
         """the largest ratio of a second start on this rank since the last `take_worst`"""
         self._looks, self._stuck = Counter[Optimizer](), Stuck()
         self._checksums: tuple[Any, Tensor]
-        """of what PC(W) was computed from when it was written"""
+        """of PC(W), when it was written, and of what it was computed from"""
         self._found_moved = Arrival()
         self._lock = threading.RLock()  # a thread may evaluate while a step is taken
         self._note_written(State(Phase.WRITTEN))
@@ -124,8 +124,7 @@ class Watch:
             tensors = {name: weight.tensors() for name, weight in self.weights.items()}
             (kind, written), (kind_now, now) = self._checksums, checksums(tensors.values())
             if kind == kind_now and (moved := self._found_moved.find(written != now)) is not None:
-                changed = [*(f"W or gamma of {name}" for name in tensors)] * 2 + ["u or v"]
-                raise UserError(f"{changed[moved]} {guard.MOVED.format(self._stepped())}")
+                raise UserError(self._what_moved(moved))
             self._keeps_gradients = not set_to_none
             used = {name: one for name, one in tensors.items() if one.effective.grad is not None}
             if len(used) < len(tensors):  # another parameter may have got the weight's place and gradient
@@ -265,6 +264,16 @@ class Watch:
                 self._write(advance=True, share=True)
             if wrong:
                 raise UserError(f"{self._stepped()} {guard.MOVED_PC.format(wrong[0])}")
+
+    def _what_moved(self, place: int) -> str:
+        """What has changed since the last write, by its place in `checksums`, and what to do."""
+        of, index = divmod(place, len(self.weights))
+        if of == 3:
+            return f"u or v {guard.MOVED.format(self._stepped())}"
+        weight = [*self.weights.values()][index]
+        if of == 2:
+            return f"{weight.name} {guard.CHANGED.format(weight.attribute)}"
+        return f"W or gamma of {weight.name} {guard.MOVED.format(self._stepped())}"
 
     def _stepped(self) -> str:
         return "an optimizer" if self._state.stepping is None else type(self._state.stepping).__name__

@@ -93,6 +93,24 @@ def test_a_change_of_pc_is_refused(change, then):
     require_refused(CHANGED, lambda: loop.call("backward", then) if then == "pull_back" else loop.call(then))
 
 
+def normalise(weight):
+    weight.data.copy_(nn.functional.normalize(weight.data, dim=1))
+
+
+def replace(weight):
+    weight.data = weight.data * 0.9
+
+
+@pytest.mark.parametrize("change", [normalise, replace])
+def test_a_change_of_pc_through_data_is_refused(change):
+    """By its values, as of W: `.data` has version counters of its own. It would be gone after one step."""
+    loop = Loop(sgd)
+    loop.step()
+    change(loop.model[1].feed_forward["w2"].weight)
+    loop.backward()
+    require_refused(f"1.feed_forward.w2 {CHANGED}", loop.pull_back)
+
+
 @pytest.mark.parametrize("w_of, pc_of", [(0, 1), (1, 0)])
 def test_a_change_of_pc_is_refused_beside_a_change_of_w(w_of, pc_of):
     loop = Loop(sgd)
