@@ -2,7 +2,9 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from itertools import islice
+from pathlib import Path
 
 import numpy as np
 
@@ -62,21 +64,23 @@ def list_repeated(training: Sequence[Manifest], validation: Sequence[Manifest]) 
     Within one folder they never are: a text's hash decides its split (`tokenizing.split_by_hash`). The first `LOOKED_AT`
     of each split are compared.
     """
-
-    def first(manifest: Manifest, split: str) -> set[int]:
-        return {hash(tokens.tobytes()) for tokens in islice(read_documents(manifest, split), LOOKED_AT)}
-
     lines = []
     for one in validation:
         others = [other for other in training if other.content_sha256 != one.content_sha256]
-        asked = first(one, "validation") if others else set()
+        asked = _hashes(one.folder, one.content_sha256, "validation") if others else set()
         for other in others:
-            if repeated := len(asked & first(other, "train")):
+            if repeated := len(asked & _hashes(other.folder, other.content_sha256, "train")):
                 lines.append(
                     f"{repeated:,} of {len(asked):,} validation documents of {one.folder} are training documents of "
                     f"{other.folder} (of the first {LOOKED_AT:,} of each)"
                 )
     return lines
+
+
+@lru_cache(maxsize=8)  # the runs of a sweep read the same folders
+def _hashes(folder: Path, content: str, split: str) -> set[int]:
+    """Hashes of the first documents of a folder with this content."""
+    return {hash(tokens.tobytes()) for tokens in islice(read_documents(Manifest.read(folder), split), LOOKED_AT)}
 
 
 def inspect(folder: str, documents: int) -> None:

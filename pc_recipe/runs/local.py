@@ -44,9 +44,7 @@ def main() -> None:
     check_data(report)
     report.raise_errors()
     if nodes.rank == 0 and is_locked(folder):
-        lock(folder).close()  # refuses a locked folder before torch is imported; the run takes the lock below
-    import torch
-
+        lock(folder).close()  # refuses a locked folder before torch is imported below; the run takes the lock later
     processes = launch.count_processes()
     # Report mistakes here, one line each, because torchrun's report of a failed process would bury them.
     if not requested:
@@ -56,8 +54,8 @@ def main() -> None:
     report.raise_errors()
     for warning in report.warnings if nodes.rank == 0 else ():
         print(f"warning: {warning}", file=sys.stderr)
-    if not torch.cuda.is_available() and config.training.mixed_precision_param != "float32":
-        print(f"warning: {FOR_A_GPU}", file=sys.stderr)
+    for warning in list_here(config):
+        print(f"warning: {warning}", file=sys.stderr)
     locks = [lock(folder)] if nodes.rank == 0 else []
     command, environment = launch.build_command(report.config, processes, nodes)
     network_here = find_gloo_interface(nodes.master_addr) if nodes.count > 1 else {}
@@ -76,6 +74,13 @@ def main() -> None:
         if reason.startswith("error: "):
             sys.exit(2)
     sys.exit(status)
+
+
+def list_here(config: Config) -> list[str]:
+    """Warnings that hold on this machine alone; a dry run may be for another."""
+    import torch
+
+    return [] if torch.cuda.is_available() or config.training.mixed_precision_param == "float32" else [FOR_A_GPU]
 
 
 def make_demo_data(config: Config) -> None:

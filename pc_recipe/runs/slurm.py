@@ -29,7 +29,15 @@ from pc_recipe.files.own_code import own_code
 from pc_recipe.files.record import Malformed
 from pc_recipe.files.run_folder import find_newest_step, read_state, write_failure
 from pc_recipe.plan.allocation import TRAIN_SCRIPT, Allocation
-from pc_recipe.plan.check import check_data, check_layout, check_on_ranks, check_settings, estimate_hours, has_finished
+from pc_recipe.plan.check import (
+    check,
+    check_data,
+    check_layout,
+    check_on_ranks,
+    check_settings,
+    estimate_hours,
+    has_finished,
+)
 from pc_recipe.runs import launch
 from pc_recipe.runs.nodes import Nodes, find_gloo_interface
 from pc_recipe.runs.run import Run
@@ -117,8 +125,6 @@ def read_run(arguments: Sequence[str]) -> Run:
 
 def run_task(run: Run) -> int:
     """Run torchrun on this node of the allocation; returns its exit status."""
-    from pc_recipe.plan import micro_batch  # takes seconds
-
     nodes = Nodes(int(os.environ.get("SLURM_NNODES", "1")), int(os.environ.get("SLURM_NODEID", "0")))
     # Only the first node takes the lock of the run's folder; the others wait for it at the rendezvous. After a requeue it
     # is patient, because a network file system keeps the locks of a lost node for a while, often 90 seconds.
@@ -130,9 +136,11 @@ def run_task(run: Run) -> int:
         host = os.environ["SLURM_LAUNCH_NODE_IPADDR"]
         nodes = replace(nodes, master_addr=host, master_port=int(os.environ["MASTER_PORT"]))
         network_here = find_gloo_interface(host if nodes.rank else _find_last_host())
-    check_settings(run.resolved).raise_errors()  # sbatch may have been called by hand
-    config = micro_batch.choose(run.resolved, processes * nodes.count)
-    command, environment = launch.build_command(config, processes, nodes, under_torchrun=True)
+    report = check(run.resolved, processes * nodes.count)  # sbatch may have been called by hand
+    report.raise_errors()
+    for warning in report.warnings if nodes.rank == 0 else ():
+        print(f"warning: {warning}", file=sys.stderr)
+    command, environment = launch.build_command(report.config, processes, nodes, under_torchrun=True)
     return launch.run_command(command, network_here | environment, locks, under_slurm=True)
 
 

@@ -22,7 +22,7 @@ folder = "{folder}/out"
 [variants.hot]
 "optimizer.lr" = 1e6
 [variants.lost]
-"data.path" = "no-such-folder"
+"experiment.arm" = "no_such_module:Arm"
 """
 
 
@@ -57,7 +57,7 @@ def test_a_killed_sweep_goes_on_when_repeated_and_selects(tiny_shards, tmp_path,
     status, said, err = command("sweep.py", "run", file)
     assert status == 2 and err.strip() == "error: 2 of 3 runs did not finish: hot, lost"
     assert f"[1/3] good: from step {reached}" in said and read_state(run.folder).state == "finished"
-    assert "diverged at step" in said and "no-such-folder does not exist" in said
+    assert "diverged at step" in said and "No module named 'no_such_module'" in said
     lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
     assert (
         max(sum(line.get("step") == step and "loss" in line for line in lines) for step in range(1, reached + 1)) == 1
@@ -68,4 +68,4 @@ def test_a_killed_sweep_goes_on_when_repeated_and_selects(tiny_shards, tmp_path,
     assert f"validation_loss {good['validation_loss']:.4f} -> " in command("sweep.py", "select", file)[1]
     assert evidence.collect([tmp_path / "out"], "study", tmp_path / "kept") == 2
     status, said, _ = command("sweep.py", "status", file)
-    assert status == 0 and "failed" in said and "no-such-folder" in said
+    assert status == 0 and "failed" in said and "no_such_module" in said

@@ -12,20 +12,29 @@ from pc_recipe.files.lock import lock
 from pc_recipe.files.run_folder import find_newest_step, read_state, write_failure, write_state
 from pc_recipe.files.run_log import describe_seconds, find_last_step, read_log
 from pc_recipe.runs import launch
-from pc_recipe.runs.local import make_demo_data
+from pc_recipe.runs.local import list_here, make_demo_data
 from pc_recipe.runs.run import Run
 from pc_recipe.runs.sweep import equal_runs
 from pc_recipe.runs.sweep.results import collect, describe_status
 from pc_recipe.runs.sweep.spec import Sweep
+from pc_recipe.runs.sweep.start import check_runs
 
 
 def train_all(sweeps: Sequence[Sweep]) -> None:
-    """Train all unfinished runs; an interrupted run continues from its checkpoint.
+    """Check all unfinished runs, then train them; an interrupted run continues from its checkpoint.
 
     A failed run is reported and the next one starts; repeating the command retries it. Several such commands can work
     on the same sweeps: each skips runs that another one is training. Of equal runs one is trained; the others reuse it.
     """
     processes = launch.count_processes()
+    groups = equal_runs.group_runs(sweeps, processes)
+    remaining = [run for group in groups for run in group.to_train]
+    for run in remaining:
+        make_demo_data(run.resolved)
+    warned = check_runs(groups, processes)
+    warned |= {warning: run.name for run in reversed(remaining) for warning in list_here(run.resolved)}
+    for warning, name in warned.items():
+        print(f"warning: {name}: {warning}", file=sys.stderr, flush=True)
     order = [(sweep, run) for sweep in sweeps for run in sweep.runs]
     order.sort(key=lambda one: one[1].seed or 0)  # by seed, so that an early end leaves pairs of arms
     for number, (sweep, run) in enumerate(order, start=1):
@@ -47,7 +56,6 @@ def train_all(sweeps: Sequence[Sweep]) -> None:
                 f"that one, stop this one and run: rm -r {here} && ln -s {shlex.quote(str(other.resolve()))} {here}",
                 flush=True,
             )
-        make_demo_data(run.resolved)
         try:
             lock_file = lock(run.folder)
         except UserError:

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 
 from pc_recipe.plan.allocation import Allocation
-from pc_recipe.plan.check import check
 from pc_recipe.runs import slurm
 from pc_recipe.runs.sweep import equal_runs
 from pc_recipe.runs.sweep.spec import Sweep
+from pc_recipe.runs.sweep.start import check_runs
 
 
 def submit(sweeps: Sequence[Sweep], at_a_time: int, allocation: Allocation) -> str:
@@ -15,13 +15,7 @@ def submit(sweeps: Sequence[Sweep], at_a_time: int, allocation: Allocation) -> s
     Of equal runs, only one is queued.
     """
     groups = equal_runs.group_runs(sweeps, allocation.world_size)
-    warned: dict[str, str] = {}
-    for group in groups:
-        first = group.runs[0]
-        report = check(first.resolved, allocation.world_size, gpu_gib=allocation.gpu_gib)
-        report.raise_errors(f"{first.name}: ")
-        for warning in report.warnings:
-            warned.setdefault(warning, first.name)
+    warned = check_runs(groups, allocation.world_size, allocation.gpu_gib)
     lines = [f"warning: {name}: {warning}" for warning, name in warned.items()]
     for sweep in sweeps:
         remaining = [(run, group) for group in groups if group.state != "running" for run in group.runs]

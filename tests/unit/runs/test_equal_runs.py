@@ -13,11 +13,12 @@ from helpers.made_runs import write_run
 from pc.errors import UserError
 from pc_recipe.config import Config, load_config, write_config
 from pc_recipe.config.run_key import as_begun, differing_keys, list_unapplied
+from pc_recipe.data.manifest import Manifest
 from pc_recipe.files import run_folder
 from pc_recipe.files.errors import ReadFailed
 from pc_recipe.files.lock import is_locked, lock
 from pc_recipe.plan.allocation import Allocation
-from pc_recipe.plan.check import CheckResult
+from pc_recipe.plan.check import CheckResult, check
 from pc_recipe.runs.sweep import budget, equal_runs
 from pc_recipe.runs.sweep.local import train_all
 from pc_recipe.runs.sweep.points import read_results
@@ -62,6 +63,7 @@ def trained(monkeypatch):
             finish(run.config, run.overrides, run.folder)
 
     monkeypatch.setattr("pc_recipe.runs.sweep.local.train_one", train)
+    monkeypatch.setattr("pc_recipe.runs.sweep.start.check", lambda *_, **__: CheckResult(Config()))  # there are no data
     return names
 
 
@@ -239,7 +241,7 @@ def test_a_started_run_is_trained_to_its_end_though_an_equal_one_has_finished(fo
     monkeypatch.setattr(
         "pc_recipe.runs.slurm.submit_job", lambda where, options, configs: queued.append(configs) or "1"
     )
-    monkeypatch.setattr("pc_recipe.runs.sweep.submit.check", lambda *_, **__: CheckResult(Config()))
+    monkeypatch.setattr("pc_recipe.runs.sweep.start.check", lambda *_, **__: CheckResult(Config()))
     both = [load("level.toml"), load("blocks.toml")]
     for state in ("stopped", "finished"):
         finish("pc.toml", [], folder / "outputs/by-hand", state=state)
@@ -313,7 +315,7 @@ def test_a_run_that_is_trained_elsewhere_is_passed_over(folder, trained, capsys)
 
 def test_equal_runs_are_queued_once(folder, monkeypatch):
     monkeypatch.setattr(
-        "pc_recipe.runs.sweep.submit.check", lambda *_, **__: CheckResult(Config(), warnings=["the disk is small"])
+        "pc_recipe.runs.sweep.start.check", lambda *_, **__: CheckResult(Config(), warnings=["the disk is small"])
     )
     queued = []
 
@@ -329,7 +331,40 @@ def test_equal_runs_are_queued_once(folder, monkeypatch):
     said = submit(sweeps, 2, Allocation(1, 8, []))
     assert queued == [("--array=0-0%2", ["level-4"]), ("--array=0-0%2", ["blocks-ffn"])]
     assert "blocks-ffn+o: equal to outputs/sweeps/level/level-4" in said
-    assert said.startswith("warning: level-3: the disk is small\n") and said.count("warning") == 1
+    assert said.startswith("warning: level-4: the disk is small\n") and said.count("warning") == 1  # level-3 has ended
+
+
+@pytest.mark.parametrize("action", ["run", "submit"])
+def test_a_sweep_with_a_mistake_in_one_run_starts_none(folder, tiny_shards, monkeypatch, command, action):
+    """A single run with it would not start either. Warnings are said once; a run that has ended is not asked again."""
+    started, checked = [], []
+    monkeypatch.setattr(
+        "pc_recipe.runs.sweep.local.train_one", lambda run, held, *_: started.append(run) or held.close()
+    )
+    monkeypatch.setattr(
+        "pc_recipe.runs.slurm.submit_job", lambda where, options, configs: started.extend(configs) or "1"
+    )
+    monkeypatch.setenv("NGPU", "1")
+    text = CONFIG.replace("no demo data", str(tiny_shards)).replace("seq_len = 32", "seq_len = 16")
+    small = '[model]\nflavor = "debug"\nvocab_size = 256\n[lr_scheduler]\nwarmup_steps = 2\n'
+    (folder / "pc.toml").write_text(text.replace("lr = 1e-3", "lr = 1e-3\nhyperball_lr = 1e-2") + small)
+    sweep = 'configs = ["pc.toml"]\n[axes]\n"pc.level" = [3, 4]\n"training.steps" = [5, 6, {}]\n'
+    steps = Manifest.read(tiny_shards).tokens("train") * 101 // (4 * 16)
+    (folder / "level.toml").write_text(sweep.format(steps))
+    options = [] if action == "run" else ["--gpus-per-node=1"]
+    status, said, err = command("sweep.py", action, "level.toml", *options)
+    assert status == 2 and started == [] and err.startswith(f"error: level-3_steps-{steps}: the run repeats its ")
+    assert err.endswith("data.max_epochs = 100 allows fewer\n") and err.count("\n") == 1
+    finish("pc.toml", ["--pc.level=3", "--training.steps=5"], folder / "outputs/sweeps/level/level-3_steps-5")
+    (folder / "level.toml").write_text(sweep.format(7))
+    monkeypatch.setattr(
+        "pc_recipe.runs.sweep.start.check", lambda *words, **given: checked.append(words) or check(*words, **given)
+    )
+    status, said, err = command("sweep.py", action, "level.toml", *options)
+    warnings = [line for line in (err + said).splitlines() if line.startswith("warning: ")]
+    assert len(warnings) == len({line.split(": ", 2)[2] for line in warnings})
+    assert "warning: level-3_steps-6: optimizer.hyperball_lr is set, but AdamW does not read it" in warnings
+    assert len(checked) == len(started) == 5
 
 
 @pytest.mark.parametrize("what", ["torch", "files", None])
