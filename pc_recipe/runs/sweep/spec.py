@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from pc.errors import UserError
 from pc_recipe.config import sections
@@ -35,16 +35,29 @@ SWEEPS = Path("outputs/sweeps")
 """Default folder of sweeps."""
 
 
+def _quoted(table: Any) -> Any:
+    """TOML reads `optimizer.lr = 1` as a table `optimizer`. Of the keys of runs, which have a dot, some do have tables."""
+    for name, value in table.items() if isinstance(table, dict) else ():
+        if "." not in name and isinstance(value, dict):
+            raise ValueError(f'should have keys in quotes: "{name}.{next(iter(value), "key")}" = ...')
+    return table
+
+
+_Settings = Annotated[dict[str, Any], BeforeValidator(_quoted)]
+
+
 class SweepConfig(Section):
     """The keys of a sweep's TOML; `parent` works as in any config."""
 
     description: str = sections.key("", "One line of description.")
     configs: list[Text] = sections.key([], "Training configs to vary, relative to the sweep's file.")
-    axes: dict[str, Annotated[list, Field(min_length=1)]] = sections.key({}, '"section.key" = [values].')
-    variants: dict[str, dict[str, Any]] = sections.key(
+    axes: Annotated[dict[str, Annotated[list, Field(min_length=1)]], BeforeValidator(_quoted)] = sections.key(
+        {}, '"section.key" = [values].'
+    )
+    variants: dict[str, _Settings] = sections.key(
         {}, 'Named tables of "section.key" = value: settings that go together. If there are any, each run has one.'
     )
-    arms: dict[str, dict[str, Any]] = sections.key(
+    arms: dict[str, _Settings] = sections.key(
         {},
         "Settings that variants of these names start from (train_configs/sweeps/arms.toml); if given, each variant is one.",
     )

@@ -69,7 +69,15 @@ def test_a_variant_begins_with_the_settings_of_its_arm(sweep, tmp_path):
         ('[axes]\n"optimizer.lr" = []', "axes.optimizer.lr = [] should have at least 1 item"),
         ('[axes]\n"optimizer.lt" = [1.0]', "did you mean optimizer.lr"),
         ('[axes]\n"optimizer.lr" = ["fast"]', "optimizer.lr = 'fast' should be a valid number"),
-        ("[axes]\noptimizer.lr = [1.0]", "axes.optimizer = {'lr': [1.0]} should be a valid list"),
+        (
+            "[axes]\noptimizer.lr = [1.0]",
+            """axes = {'optimizer': {'lr': [1.0]}} should have keys in quotes: "optimizer.lr" =""",
+        ),
+        (
+            "[variants.hot]\noptimizer.lr = 1.0",
+            "variants.hot = {'optimizer': {'lr': 1.0}} should have keys in quotes: \"",
+        ),
+        ("[arms.hot]\noptimizer.lr = 1.0\n[variants.hot]", "arms.hot = {'optimizer': {'lr': 1.0}} should have keys in"),
         ('[axes]\n"optimizer.lr" = [1.0, 1.0]', "two runs have the same name"),
         ('seeds = [0]\n[axes]\n"data.seed" = [3, 4]', "data.seed is set by the sweep itself"),
         ('[axes]\n"job.dump-folder" = ["a", "b"]', "job.dump_folder is set by"),
