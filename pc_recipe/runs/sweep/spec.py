@@ -124,12 +124,15 @@ def _sweep(path: Path, config: SweepConfig) -> Sweep:
 def _combinations(config: SweepConfig) -> Iterator[tuple[str, list[str], dict[str, Any]]]:
     """(variant, parts of a run's name, {key: value}) of each variant at each point of the axes."""
     for variant, own in (config.variants or {"": {}}).items():
-        values = config.arms.get(variant, {}) | own
+        values = {_key(key): value for key, value in (config.arms.get(variant, {}) | own).items()}
+        for key in [_key(key) for key in config.axes if _key(key) in values]:
+            table = "variants" if key in map(_key, own) else "arms"
+            raise UserError(f"axes.{key} is set by {table}.{variant} too; give it in one of them")
         for point in itertools.product(*config.axes.values()):
-            chosen = dict(zip(config.axes, point, strict=True))
+            chosen = dict(zip(map(_key, config.axes), point, strict=True))
             parts = [variant] if variant else []
-            parts += [f"{_key(key).rpartition('.')[2]}-{_name(value)}" for key, value in chosen.items()]
-            yield variant, parts, {_key(key): value for key, value in (values | chosen).items()}
+            parts += [f"{key.rpartition('.')[2]}-{_name(value)}" for key, value in chosen.items()]
+            yield variant, parts, values | chosen
 
 
 def label(settings: dict[str, Any]) -> str:

@@ -82,6 +82,14 @@ def test_a_variant_begins_with_the_settings_of_its_arm(sweep, tmp_path):
         ('seeds = [0]\n[axes]\n"data.seed" = [3, 4]', "data.seed is set by the sweep itself"),
         ('[axes]\n"job.dump-folder" = ["a", "b"]', "job.dump_folder is set by"),
         ('[axes]\n"optimizer.lr" = [2026-11-27]', "optimizer.lr"),
+        (
+            '[axes]\n"optimizer.lr" = [1.0]\n[variants.a]\n[variants.b]\n"optimizer.lr" = 2.0',
+            "axes.optimizer.lr is set by variants.b",
+        ),
+        (
+            '[axes]\n"pc.norm-recovery" = [true]\n[arms.a]\n"pc.norm_recovery" = false\n[variants.a]',
+            "axes.pc.norm_recovery is set by arms.a too",
+        ),
         ("sedes = [1]", "did you mean seeds"),
         ("[pc]\nlevel = 3", "unknown key pc; this kind of file has description, configs, axes,"),  # a run's
         ('[arms.a]\n"pc.level" = 2\n[variants.b]', "variants.b is no arm; the arms are a"),
