@@ -11,8 +11,8 @@ class LossSpikes:
     A spike begins when a loss is not finite, or exceeds the median of the losses of the `WINDOW` steps before it by
     more than `DEVIATIONS` robust standard deviations (1.4826 times the median absolute deviation) and more than
     `MARGIN` nats. It ends with the first loss that does not. Losses in a spike do not enter the window. With fewer than
-    `FEWEST` losses in the window, and in the first `WARMUP` steps, only non-finite losses count. Log every step, so
-    that no spike is missed.
+    `FEWEST` losses in the window, and in the first `WARMUP` steps, only non-finite losses count: with one
+    loss in 13 steps or more, always. Log every step, so that no spike is missed.
     """
 
     WINDOW, FEWEST, DEVIATIONS, MARGIN, WARMUP = 50, 5, 6.0, 0.1, 10
@@ -21,6 +21,12 @@ class LossSpikes:
         self._recent: deque[tuple[int, float]] = deque()  # step, loss
         self._in_spike = False
         self.count = 0
+        self._has_looked = False
+
+    @property
+    def known(self) -> int | None:
+        """The count; None if it is zero because no loss ever had enough others before it."""
+        return self.count if self.count or self._has_looked else None
 
     def update(self, step: int, loss: float) -> int:
         """Add a later step's loss; returns the spikes so far."""
@@ -37,6 +43,7 @@ class LossSpikes:
             return True
         if step <= self.WARMUP or len(self._recent) < self.FEWEST:
             return False
+        self._has_looked = True
         losses = [value for _, value in self._recent]
         median = statistics.median(losses)
         spread = 1.4826 * statistics.median(abs(value - median) for value in losses)

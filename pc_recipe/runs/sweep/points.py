@@ -29,6 +29,7 @@ class _Result(TypedDict, total=False):
     state: str
     validation_loss: float | None
     spikes: int | None
+    """null: too few losses were logged to look for them."""
 
 
 def read_results(folder: Path) -> list[dict]:
@@ -106,7 +107,7 @@ def panels(results: Sequence[dict], baselines: Sequence[RunLog] = ()) -> dict[st
 def _draw_panel(axes: Any, group: pd.DataFrame, baseline: RunLog | None) -> None:
     settings, shown = group.groupby("setting", sort=False), group[VALIDATION].dropna().tolist()
     for place, (_, one) in enumerate(settings):
-        _draw(axes, place, one[VALIDATION].astype(float), spiked=one.spikes.any())
+        _draw(axes, place, one[VALIDATION].astype(float), spiked=(one.spikes.astype(float) > 0).any())
     if baseline is not None:
         final = baseline.series(VALIDATION, remedy="the baseline has no validation").iloc[-1]
         axes.axhline(final, color="C3", linestyle="--", label=f"{baseline.name}, {final:.4f}")

@@ -53,7 +53,7 @@ def read_result(run: Run) -> dict | None:
         "loss": _last(losses),
         # if a crash lost the log's end, the last one is of an earlier step, not final
         VALIDATION: _last(validated[validated.index == state.step]) if state.state == "finished" else None,
-        "spikes": spikes.count,
+        "spikes": spikes.known,
         "folder": str(run.folder),
     }
 

@@ -30,13 +30,15 @@ def select(sweep: Sweep) -> str:
 
 def _settings(sweep: Sweep, results: list[dict]) -> pd.DataFrame:
     """A row for each setting, over all its seeds, in the sweep's order: config, settings, loss (mean, NaN if no run
-    has one), runs (with a loss), waiting (the others), spikes (of the worst seed) and stable."""
+    has one), runs (with a loss), waiting (the others), spikes (of the worst seed, as far as they are known), unknown (whether
+    those of a seed are not) and stable: "yes", "no" or "unknown"."""
     runs = pd.DataFrame(
         [(run.setting_name, run.config, run.settings) for run in sweep.runs],
         columns=["setting", "config", "settings"],
         index=[run.name for run in sweep.runs],
     )
     runs = runs.join(pd.DataFrame(results).set_index("name")[[VALIDATION, "spikes"]].astype(float))
+    runs["unknown"] = runs[VALIDATION].notna() & runs.spikes.isna()
     table = runs.groupby("setting", sort=False).agg(
         config=("config", "first"),
         settings=("settings", "first"),
@@ -44,14 +46,16 @@ def _settings(sweep: Sweep, results: list[dict]) -> pd.DataFrame:
         runs=(VALIDATION, "count"),
         waiting=(VALIDATION, lambda losses: losses.isna().sum()),
         spikes=("spikes", "max"),
+        unknown=("unknown", "any"),
     )
-    return table.assign(stable=table.spikes <= sweep.spikes_allowed)
+    stable = table.unknown.map({True: "unknown", False: "yes"})
+    return table.assign(stable=stable.mask(table.spikes > sweep.spikes_allowed, "no"))
 
 
 def _choose(sweep: Sweep, config: str, rows: pd.DataFrame) -> str:
     """Write the overlay of the best setting of one config; returns a line about it."""
     name = Path(config).stem
-    eligible = rows[rows.stable & (rows.waiting == 0)]
+    eligible = rows[(rows.stable != "no") & (rows.waiting == 0)]
     if eligible.empty:
         return f"{name}: nothing selected, because no setting is both finished for every seed and stable"
     best = eligible.loc[eligible.loss.idxmin()]
@@ -63,6 +67,11 @@ def _choose(sweep: Sweep, config: str, rows: pd.DataFrame) -> str:
     parent = f"parent = {as_toml(_relative(Path(config), sweep.folder))}"
     write_atomically(destination, "\n".join([comment, parent, *lines, ""]))
     message = f"{name}: {', '.join(lines) or 'its own values'}, {VALIDATION} {best.loss:.4f} -> {destination}"
+    if best.stable == "unknown":
+        message += (
+            "\n  note: whether this is stable is not known: too few losses were logged to look for spikes "
+            "(metrics.log_freq above 12, or a short run)"
+        )
     if waiting := rows.waiting.sum():
         message += f"\n  provisional: {waiting} runs of {name} have no loss; see `scripts/sweep.py status`"
     for key, value in chosen.items():
@@ -83,11 +92,11 @@ def _write_table(sweep: Sweep, table: pd.DataFrame) -> str:
     rows = []
     for row in table[table.runs > 0].itertuples():
         values = [json.dumps(row.settings[key]) for key in keys]
-        stable = "yes" if row.stable else "no"
-        rows.append([Path(row.config).stem, *values, f"{row.loss:.4f}", row.runs, int(row.spikes), stable])
+        spikes = "-" if row.unknown and not row.spikes > 0 else int(row.spikes)
+        rows.append([Path(row.config).stem, *values, f"{row.loss:.4f}", row.runs, spikes, row.stable])
     text = markdown.table(["config", *keys, VALIDATION, "runs", "spikes", "stable"], rows) + (
         f"\nStable: at most {sweep.spikes_allowed} spikes of the training loss in any seed (docs/analysis.md says what "
-        "counts as one).\n"
+        "counts as one); unknown: too few losses were logged to look for them.\n"
     )
     write_atomically(sweep.folder / "table.md", text)
     return text

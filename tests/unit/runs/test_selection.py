@@ -34,11 +34,11 @@ def sweep(tmp_path, monkeypatch):
     return load("sweep.toml")
 
 
-def end(run, final: float | None, losses=LOSSES, state="finished", reason="") -> None:
-    """Let a run end with a validation loss, or with none after the first."""
-    lines = [{"step": i + 1, "tokens": 100 * (i + 1), "loss": loss} for i, loss in enumerate(losses)]
+def end(run, final: float | None, losses=LOSSES, state="finished", reason="", every=1) -> None:
+    """Let a run end with a validation loss, or with none after the first; one in `every` steps has a loss."""
+    lines = [{"step": every * (i + 1), "tokens": 100 * (i + 1), "loss": loss} for i, loss in enumerate(losses)]
     lines.append({"step": 1, "tokens": 100, "validation_loss": 9.0})
-    lines += [] if final is None else [{"step": 40, "tokens": 4000, "validation_loss": final}]
+    lines += [] if final is None else [{"step": 40 * every, "tokens": 4000, "validation_loss": final}]
     write_run(run.folder, lines, state, reason)
 
 
@@ -59,6 +59,29 @@ def test_the_lowest_stable_run_is_chosen(sweep, tmp_path):
     assert [result["spikes"] for result in results] == [0, 0, 0, 1]
     assert "| 0.008 | 3.0000 | 1 | 1 | no |" in (tmp_path / "out" / "table.md").read_text()
     assert (tmp_path / "out" / "plot.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("every", [12, 13])
+def test_spikes_that_cannot_be_looked_for_are_unknown(sweep, tmp_path, every):
+    """The 50 steps before a loss have no five others if one in 13 is logged. A loss that is not finite is seen all the same."""
+    end_all(sweep, 4.5, 4.0)
+    end(sweep.runs[2], 3.0, losses=SPIKY, every=every)
+    end(sweep.runs[3], 2.0, losses=[*LOSSES[:-1], None], every=every)
+    said, table = select(sweep), (tmp_path / "out" / "table.md").read_text()
+    assert [result["spikes"] for result in read_results(tmp_path / "out")] == [0, 0, 1 if every == 12 else None, 1]
+    assert f"| 0.004 | 3.0000 | 1 | {'1 | no' if every == 12 else '- | unknown'} |" in table
+    assert "| 0.008 | 2.0000 | 1 | 1 | no |" in table and "| 0.002 | 4.0000 | 1 | 0 | yes |" in table
+    assert f"optimizer.lr = {0.002 if every == 12 else 0.004}, " in said
+    assert ("\n  note: whether this is stable is not known" in said) == (every == 13)
+
+
+def test_an_unknown_seed_makes_a_setting_unknown(sweep, tmp_path):
+    (tmp_path / "sweep.toml").write_text('configs = ["tiny.toml"]\nfolder = "out"\nseeds = [0, 1]\n')
+    sweep = load("sweep.toml")
+    end(sweep.runs[0], 4.0)
+    end(sweep.runs[1], 4.0, every=13)
+    assert "note: whether this is stable is not known" in select(sweep)
+    assert "| 4.0000 | 2 | - | unknown |" in (tmp_path / "out" / "table.md").read_text()
 
 
 def test_only_runs_that_finished_with_a_loss_are_counted(sweep):
