@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from pc.errors import UserError
 from pc_recipe.config import read_config
-from pc_recipe.files.run_folder import read_environment, read_parts, read_state
+from pc_recipe.files.run_folder import read_environment, read_state
 from pc_recipe.files.run_log import BITS_PER_BYTE, VALIDATION, RunLog
 from pc_recipe.pages.plots import label_tokens, short_tokens
 from pc_recipe.report import settings
+from pc_recipe.runs.comparable import differ, require_same_text
 
 FINISHED = "finished", "waiting"
 """States of a run that has all its steps, as far as is known: a "waiting" run has no status.json."""
@@ -103,23 +103,12 @@ def marked(runs: Sequence[RunLog]) -> list[RunLog]:
     Raises:
         UserError: a run was validated on other text, or with another tokenizer.
     """
-    first, *others = data = [[part.get("data") or {} for part in read_parts(run.file.parent)] for run in runs]
-    for run, one in zip(runs[1:], others, strict=True):
-        if _differ("content of data.validation_path", first, one):
-            raise UserError(
-                f"{run.file.parent} was validated on other text than {runs[0].file.parent}, or with another tokenizer, so "
-                "their losses cannot be compared; compare runs with one data.validation_path"
-            )
+    folders = [run.file.parent for run in runs]
+    require_same_text(folders)
     return [
-        replace(run, name=f"{run.name} (other data)") if _differ("content of data.path", first, one) else run
-        for run, one in zip(runs, data, strict=True)
+        replace(run, name=f"{run.name} (other data)") if differ("content of data.path", folders[0], folder) else run
+        for run, folder in zip(runs, folders, strict=True)
     ]
-
-
-def _differ(key: str, first: list[dict], other: list[dict]) -> bool:
-    """Whether both runs have recorded the checksum, and one has a checksum that the other lacks."""
-    one, two = ({part[key] for part in parts if key in part} for parts in (first, other))
-    return bool(one and two) and one != two
 
 
 def draw_validation(axes: Any, runs: Sequence[RunLog], rows: pd.DataFrame) -> None:

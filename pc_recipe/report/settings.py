@@ -11,6 +11,7 @@ from pc_recipe.config import Config, load_config, read_config, run_key
 from pc_recipe.config.model_sizes import sizes_of
 from pc_recipe.files.run_folder import list_configs, read_environment, read_parts
 from pc_recipe.files.run_log import RunLog
+from pc_recipe.runs.comparable import sequences_of
 
 
 def blocks(config: Config | None) -> str:
@@ -28,11 +29,7 @@ def why_apart(first: Config | None, other: Config | None) -> str:
         return ""
     if sizes_of(first.model) != sizes_of(other.model):  # whatever their PC
         return "another model"
-    one, another = (
-        (config.training.seq_len, config.data.validation_sequences, [*config.data.validation_folders.values()])
-        for config in (first, other)
-    )
-    return "" if one == another else "validated on other sequences"
+    return "" if sequences_of(first) == sequences_of(other) else "validated on other sequences"
 
 
 def differences(runs: Sequence[RunLog]) -> list[str]:

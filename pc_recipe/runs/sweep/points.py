@@ -16,6 +16,7 @@ from pc_recipe.files import record
 from pc_recipe.files.run_folder import list_runs, read_state
 from pc_recipe.files.run_log import VALIDATION, RunLog, unique_names
 from pc_recipe.pages.plots import save, subplots
+from pc_recipe.runs.comparable import require_same_sequences, require_same_text
 from pc_recipe.runs.sweep.spec import label
 
 
@@ -26,6 +27,7 @@ class _Result(TypedDict, total=False):
     config: Required[Text]
     settings: Required[dict[str, Any]]
     name: Text
+    folder: Text
     state: str
     validation_loss: float | None
     spikes: int | None
@@ -82,6 +84,9 @@ def panels(results: Sequence[dict], baselines: Sequence[RunLog] = ()) -> dict[st
     Args:
         results: lines of results.jsonl.
         baselines: one run per config, in the order of their first results, to draw as a dashed line; or none.
+
+    Raises:
+        UserError: another number of baselines, or the losses of one panel cannot be compared.
     """
     every = [result["settings"] for result in results]
     varied = [
@@ -98,10 +103,20 @@ def panels(results: Sequence[dict], baselines: Sequence[RunLog] = ()) -> dict[st
         raise UserError(
             f"{len(baselines)} runs given with the sweep, {len(by_config)} needed: one for each of {', '.join(by_config)}"
         )
+    for i, config in enumerate(groups):
+        own = [Path(one["folder"]) for one in results if one["config"] == config and _has_loss(one)]
+        drawn = own + [baseline.file.parent for baseline in baselines[i : i + 1]]
+        require_same_text(drawn)
+        require_same_sequences(drawn)
     return {
         title: partial(_draw_panel, group=group, baseline=baselines[i] if baselines else None)
         for i, (title, group) in enumerate(by_config.items())
     }
+
+
+def _has_loss(result: dict) -> bool:
+    """Whether a result has a loss and, as older ones do not, the folder of its run."""
+    return result.get(VALIDATION) is not None and "folder" in result
 
 
 def _draw_panel(axes: Any, group: pd.DataFrame, baseline: RunLog | None) -> None:

@@ -17,14 +17,18 @@ from pc_recipe.runs.sweep.spec import Sweep
 
 
 def select(sweep: Sweep) -> str:
-    """Write table.md, the plot and selected-<config>.toml next to the results; returns what to print."""
+    """Write table.md, the plot and selected-<config>.toml next to the results; returns what to print.
+
+    Raises:
+        UserError: no run has a loss, or the losses of one config cannot be compared.
+    """
     results = collect(sweep)
     if all(result[VALIDATION] is None for result in results):
         raise UserError(f"{sweep.path}: no finished run has a finite {VALIDATION!r}; see `scripts/sweep.py status`")
+    points.plot(results, sweep.folder / "plot")  # first, because it refuses losses that cannot be compared
     table = _settings(sweep, results)
     lines = [_write_table(sweep, table)]
     lines += [_choose(sweep, config, rows) for config, rows in table.groupby("config", sort=False)]
-    points.plot(results, sweep.folder / "plot")
     return "\n".join([*lines, f"Table and plot: {sweep.folder}/table.md, {sweep.folder}/plot.png"])
 
 

@@ -106,6 +106,29 @@ def test_runs_with_other_validation_data_or_tokenizers_are_not_compared(tmp_path
     page_of(runs)
 
 
+def test_points_that_cannot_be_compared_are_not_drawn(tmp_path):
+    """Of a sweep's runs, and of the run that is drawn as its line. Results of an earlier version do not name folders."""
+    one, two = pair(tmp_path, **{"content of data.validation_path": "w"})
+    sweep = tmp_path / "sweep"
+    sweep.mkdir()
+
+    def collect(*runs, key="folder", loss=3.0):
+        results = [{"config": "a.toml", "settings": {}, "validation_loss": loss, key: str(run)} for run in runs]
+        (sweep / "results.jsonl").write_text("".join(json.dumps(result) + "\n" for result in results))
+
+    collect(one, two)
+    with pytest.raises(UserError, match="two was validated on other text than .*one"):
+        page_of([], [sweep])
+    collect(one)
+    with pytest.raises(UserError, match="two was validated on other text than .*one"):
+        page_of([two], [sweep])
+    assert ">one, 4.0000<" in page_of([one], [sweep])
+    collect(one, two, loss=None)
+    assert ">2 of 2<" in page_of([], [sweep])
+    collect(one, two, key="place")
+    assert ">3.0000<" in page_of([], [sweep])
+
+
 @pytest.mark.parametrize("content, mark", [("b", " (other data)"), ("a", "")])
 def test_runs_with_other_training_data_are_marked(tmp_path, content, mark):
     page = page_of(pair(tmp_path, **{"content of data.path": content}))

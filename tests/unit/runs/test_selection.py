@@ -1,6 +1,7 @@
 """What run folders say, and which run is chosen; the folders are written by hand."""
 
 import errno
+import json
 import math
 import os
 import tomllib
@@ -10,6 +11,7 @@ import pytest
 
 from helpers.made_runs import write_run
 from pc.errors import UserError
+from pc_recipe.config import write_config
 from pc_recipe.files.errors import ReadFailed
 from pc_recipe.files.lock import join_lock, lock
 from pc_recipe.files.run_folder import keep_earlier_config, read_state
@@ -82,6 +84,37 @@ def test_an_unknown_seed_makes_a_setting_unknown(sweep, tmp_path):
     end(sweep.runs[1], 4.0, every=13)
     assert "note: whether this is stable is not known" in select(sweep)
     assert "| 4.0000 | 2 | - | unknown |" in (tmp_path / "out" / "table.md").read_text()
+
+
+@pytest.mark.parametrize(
+    "axis, said",
+    [
+        (
+            '"training.seq_len" = [128, 256]',
+            "on other sequences than .*; compare runs with one training.seq_len, not 128 and 256",
+        ),
+        ('"data.path" = ["data", "data2"]', "on other text than .*; compare runs with one data.validation_path"),
+        ('"data.path" = ["tests", "other/tests"]', None),  # by content
+        ('"model.n_layers" = [2, 4]', None),
+    ],
+)
+def test_losses_that_cannot_be_compared_are_not_ranked(sweep, tmp_path, axis, said):
+    """A run without a loss does not matter."""
+    (tmp_path / "sweep.toml").write_text(f'configs = ["tiny.toml"]\nfolder = "out"\n[axes]\n{axis}\n')
+    sweep = load("sweep.toml")
+    for run, final in zip(sweep.runs, (None, 4.0), strict=True):
+        end(run, final)
+        write_config(run.resolved, run.folder / "config.toml")
+        data = {"content of data.validation_path": run.resolved.data.path[-5:]}
+        (run.folder / "environment.json").write_text(json.dumps({"data": data}))
+    assert "validation_loss 4.0000" in select(sweep)
+    end(sweep.runs[0], 3.0)
+    if said:
+        with pytest.raises(UserError, match=f"{sweep.runs[1].folder} was validated {said}") as raised:
+            select(sweep)
+        assert "\n" not in str(raised.value) and "3.0000" not in (tmp_path / "out" / "table.md").read_text()
+    else:
+        assert "validation_loss 3.0000" in select(sweep)
 
 
 def test_only_runs_that_finished_with_a_loss_are_counted(sweep):
