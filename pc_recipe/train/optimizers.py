@@ -25,6 +25,9 @@ from pc_recipe.config.optimizers import KINDS, OptimizerSection
 from pc_recipe.config.sections import block_factor
 from pc_recipe.train.spans import Spans
 
+_SPLIT = ".split"
+"""the end of the names in a state under which torch puts how groups split their weights"""
+
 
 def is_hidden_matrix(name: str) -> bool:
     """Whether the optimizer that `optimizer.name` names trains a parameter. AdamW trains embedding, head, norms and gammas.
@@ -72,6 +75,10 @@ class Optimizers(OptimizersContainer):
         """whether this step is skipped; the checkpoint manager reads it too"""
 
     def state_dict(self) -> dict[str, Any]:
+        """Without splits: only some groups have one, by the config, and a checkpoint must have every name that is read."""
+        return {name: value for name, value in self._whole_state().items() if not name.endswith(_SPLIT)}
+
+    def _whole_state(self) -> dict[str, Any]:
         options = StateDictOptions(flatten_optimizer_state_dict=True)
         state: dict[str, Any] = {}
         for model, by_kind in zip(self.model_parts, self.by_part, strict=True):
@@ -79,8 +86,10 @@ class Optimizers(OptimizersContainer):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the optimizers' tensors; learning rate, weight decay and so on stay those of the config."""
+        """Load the optimizers' tensors; learning rate, weight decay, split and so on stay those of the config."""
         settings = [{key: value for key, value in group.items() if key != "params"} for group in self._groups()]
+        splits = {name: value for name, value in self._whole_state().items() if name.endswith(_SPLIT)}
+        state_dict = state_dict | splits  # torch asks for them
         options = StateDictOptions(flatten_optimizer_state_dict=True)
         for model, by_kind in zip(self.model_parts, self.by_part, strict=True):
             set_optimizer_state_dict(model, list(by_kind.values()), optim_state_dict=state_dict, options=options)

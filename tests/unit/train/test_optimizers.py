@@ -50,6 +50,31 @@ def test_a_loaded_state_leaves_the_settings_of_the_config():
     assert {group["lr"] for optimizer in other.optimizers for group in optimizer.param_groups} == {2e-2}
 
 
+@pytest.mark.parametrize("before, now", [([], ["q", "k"]), (["q"], ["v"]), (["q", "k"], [])])
+def test_a_resume_splits_the_weights_that_its_config_says(before, now):
+    """A checkpoint is read by the names that the run's own state has, so these must not depend on the split."""
+    model, made = _made(muon_heads=before)
+    _step(model, made, 0)
+    other_model, other = _made(muon_heads=now)
+    saved = made.state_dict()
+    assert saved.keys() == other.state_dict().keys()
+    other.load_state_dict(saved)
+    split = [
+        name
+        for name, p in other_model.named_parameters()
+        for g in other._groups()
+        if g.get("split")
+        for q in g["params"]
+        if q is p
+    ]
+    assert {name.split(".")[-2] for name in split} == {f"w{block}" for block in now}
+    assert torch.equal(
+        other.state_dict()["state.layers.0.attention.wq.weight.momentum_buffer"],
+        saved["state.layers.0.attention.wq.weight.momentum_buffer"],
+    )
+    _step(other_model, other, 1)
+
+
 def _step(model, made, seed):
     for index, parameter in enumerate(model.parameters()):
         drawn = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(100 * seed + index))
