@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+from tokenizers import pre_tokenizers
 
 from pc.errors import UserError
 from pc_recipe.data import tokenizer_formats
@@ -110,19 +111,23 @@ class Tokenizer:
     @property
     def text_bytes(self) -> np.ndarray | None:
         """Bytes of UTF-8 that each id stands for [vocab_size], so that their sum over documents is the size of the text; None
-        if the file does not say so. EOS takes back the space that some tokenizers put before a document."""
+        if the file does not say so, or not every byte has a token. EOS takes back the space that some tokenizers put before
+        a document."""
         decoder = json.dumps(json.loads(self.content).get("decoder"), ensure_ascii=False)
-        is_byte_level, has_byte_fallback = '"ByteLevel"' in decoder, self.has_byte_fallback
-        if not is_byte_level and "▁" not in decoder:
+        is_byte_level, vocabulary = '"ByteLevel"' in decoder, self._model.get_vocab(with_added_tokens=True)
+        single = pre_tokenizers.ByteLevel.alphabet() if is_byte_level else [f"<0x{byte:02X}>" for byte in range(256)]
+        # else some text becomes the entry for what is unknown, or nothing
+        is_lossless = (is_byte_level or self.has_byte_fallback) and all(entry in vocabulary for entry in single)
+        if not is_lossless or not (is_byte_level or "▁" in decoder):
             return None
         added = {index: entry.content for index, entry in self._model.get_added_tokens_decoder().items()}
         sizes = np.zeros(self.vocab_size, np.int64)
-        for entry, index in self._model.get_vocab(with_added_tokens=True).items():
+        for entry, index in vocabulary.items():
             if index in added:
                 sizes[index] = len(entry.encode())
             elif is_byte_level:
                 sizes[index] = len(entry)  # a character for each byte
-            elif has_byte_fallback and re.fullmatch("<0x[0-9A-F]{2}>", entry):
+            elif re.fullmatch("<0x[0-9A-F]{2}>", entry):
                 sizes[index] = 1
             else:
                 sizes[index] = len(entry.replace("▁", " ").encode())

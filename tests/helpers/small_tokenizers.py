@@ -12,9 +12,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 SIZE = 258  # entries
 
 
-def make_tokenizer(folder: Path, reverse: bool = False) -> Path:
-    """Bytes, <s> and </s>; reverse: the same entries with other ids."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet(), reverse=reverse)
+def make_tokenizer(folder: Path, reverse: bool = False, without: str = "") -> Path:
+    """Bytes, <s> and </s>; reverse: the same entries with other ids. `without`: letters of bytes to leave out."""
+    alphabet = sorted({*pre_tokenizers.ByteLevel.alphabet()} - {*without}, reverse=reverse)
     model = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
     model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     model.decoder = decoders.ByteLevel()

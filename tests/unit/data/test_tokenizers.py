@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from helpers.small_tokenizers import make_sentencepiece, make_tokenizer
 from pc.errors import UserError
@@ -63,6 +64,30 @@ def test_bytes_of_tokens_are_unknown_where_no_decoder_makes_a_text_of_them(tmp_p
     for state in (content | {"decoder": None}, without):
         (tmp_path / "bytes" / "tokenizer.json").write_text(json.dumps(state))
         assert load_tokenizer(tmp_path / "bytes").text_bytes is None
+
+
+@pytest.mark.parametrize("unk", ["<unk>", None])
+def test_bytes_of_tokens_are_unknown_where_some_text_has_no_tokens_of_its_own(tmp_path, unk):
+    """It becomes <unk>, whose letters are not the text's, or nothing."""
+    letters = {entry: i for i, entry in enumerate(["<unk>", "<s>", "</s>", "▁", *"abcd"])}
+    single = [f"<0x{byte:02X}>" for byte in range(256)]
+
+    def bytes_of(vocabulary, text="a  b\n\nc", **settings):
+        model = Tokenizer(models.BPE(vocabulary, [], unk_token=unk, **settings))
+        model.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
+        model.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace(prepend_scheme="never")])
+        model.add_special_tokens(["<unk>", "<s>", "</s>"])
+        model.save(str(tmp_path / "tokenizer.json"))
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(MADE))
+        tokenizer = load_tokenizer(tmp_path)
+        return None if tokenizer.text_bytes is None else tokenizer.text_bytes[tokenizer.documents([text])].sum()
+
+    assert bytes_of(letters) is None
+    whole = letters | {entry: len(letters) + i for i, entry in enumerate(single)}
+    assert bytes_of(whole) is None and bytes_of(whole, byte_fallback=True) == 7
+    assert bytes_of({entry: i for i, entry in enumerate([*letters, *single[:-1]])}, byte_fallback=True) is None
+    make_tokenizer(tmp_path / "bytes", without="Ċ")  # a line's end
+    assert load_tokenizer(tmp_path / "bytes").text_bytes is None
 
 
 NONE, MADE = "neither .* nor a SentencePiece model", {"bos_token": "<s>", "eos_token": "</s>"}
