@@ -364,6 +364,7 @@ def test_a_sweep_with_a_mistake_in_one_run_starts_none(folder, tiny_shards, monk
     warnings = [line for line in (err + said).splitlines() if line.startswith("warning: ")]
     assert len(warnings) == len({line.split(": ", 2)[2] for line in warnings})
     assert "warning: level-3_steps-6: optimizer.hyperball_lr is set, but AdamW does not read it" in warnings
+    assert any("made for a GPU" in line for line in warnings) == (action == "run")  # which trains on this machine
     assert len(checked) == len(started) == 5
 
 

@@ -123,6 +123,14 @@ def test_a_requeued_job_waits_for_the_locks_of_a_lost_node(run, monkeypatch):
         lost.close()
 
 
+def test_a_job_that_was_queued_by_hand_is_checked(tmp_path, tiny_config, monkeypatch):
+    monkeypatch.setattr(slurm.launch, "run_command", lambda *_, **__: pytest.fail("it has started"))
+    monkeypatch.setenv("NGPU", "1")
+    run = Run("run", str(tiny_config[0]), ("--training.steps=9999", "--data.max_epochs=2"), tmp_path / "run")
+    with pytest.raises(UserError, match="data.max_epochs = 2 allows fewer"):
+        slurm.run_task(run)
+
+
 def test_an_array_task_requeues_itself_alone(run, requeued, monkeypatch):
     monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "16")
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "2")
