@@ -67,9 +67,9 @@ def list_repeated(training: Sequence[Manifest], validation: Sequence[Manifest]) 
     lines = []
     for one in validation:
         others = [other for other in training if other.content_sha256 != one.content_sha256]
-        asked = _hashes(one.folder, one.content_sha256, "validation") if others else set()
+        asked = _hashes(one.folder, one.content_sha256, "validation", LOOKED_AT) if others else set()
         for other in others:
-            if repeated := len(asked & _hashes(other.folder, other.content_sha256, "train")):
+            if repeated := len(asked & _hashes(other.folder, other.content_sha256, "train", LOOKED_AT)):
                 lines.append(
                     f"{repeated:,} of {len(asked):,} validation documents of {one.folder} are training documents of "
                     f"{other.folder} (of the first {LOOKED_AT:,} of each)"
@@ -78,9 +78,9 @@ def list_repeated(training: Sequence[Manifest], validation: Sequence[Manifest]) 
 
 
 @lru_cache(maxsize=8)  # the runs of a sweep read the same folders
-def _hashes(folder: Path, content: str, split: str) -> set[int]:
-    """Hashes of the first documents of a folder with this content."""
-    return {hash(tokens.tobytes()) for tokens in islice(read_documents(Manifest.read(folder), split), LOOKED_AT)}
+def _hashes(folder: Path, content: str, split: str, most: int) -> set[int]:
+    """Hashes of the first documents, at most so many, of a folder with this content."""
+    return {hash(tokens.tobytes()) for tokens in islice(read_documents(Manifest.read(folder), split), most)}
 
 
 def inspect(folder: str, documents: int) -> None:
