@@ -69,8 +69,8 @@ def _why_not(name: str, parameter: Tensor, is_known: bool) -> str:
     """Why a parameter is no matrix that can be measured; "" if it is one."""
     if not parameter.numel():
         return "empty"
-    if re.search(r"_orig$|\bparametrizations\.", name):
-        return "the weight is computed from it, by torch's prune, spectral_norm or parametrize"
+    if re.search(r"\bweight_(orig|mask|v|g)$|\bparametrizations\.", name):
+        return "the weight is computed from it, by torch's prune, spectral_norm, weight_norm or parametrize"
     if parameter.is_complex() or not parameter.is_floating_point():
         return f"{parameter.dtype} is no real floating-point type".replace("torch.", "")
     if parameter.dtype.itemsize < 2:

@@ -139,7 +139,8 @@ class Weight:
                 self.gamma.fill_(1.0)
             return
         orig = nn.Parameter(effective.detach().clone(), effective.requires_grad)
-        vars(orig).update(vars(effective))  # such as a factor of the rate, which an optimizer reads
+        for name, value in vars(effective).items():  # such as a factor of the rate, which an optimizer reads
+            vars(orig).setdefault(name, value)  # a wrapper has its own tensor there
         module.register_parameter(self._keys["orig"], orig)
         if self.config.learnable_gamma:
             gamma = nn.Parameter(_ones(self.split, effective), effective.requires_grad)

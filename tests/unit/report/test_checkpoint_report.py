@@ -351,6 +351,7 @@ def test_a_tensor_that_cannot_be_measured_is_named_and_the_rest_goes_on(tmp_path
         "layers.6.mlp.up_proj.weight": torch.randn(2, 2, 3, 3),
         "layers.7.mlp.up_proj.weight_orig": torch.randn(8, 8),
         "layers.8.mlp.up_proj.parametrizations.weight.original1": torch.randn(8, 8),
+        "layers.9.mlp.up_proj.weight_v": torch.randn(8, 8),
         "ids": torch.arange(8)[None],
         "layers.0.norm.weight": torch.randn(8),
     }
@@ -367,8 +368,7 @@ def test_a_tensor_that_cannot_be_measured_is_named_and_the_rest_goes_on(tmp_path
         "complex64",
         "a vector",
         "4 dimensions",
-        "computed from it",
-        "computed from it",
+        *["computed from it"] * 3,
     )
     for number, reason in enumerate(said, start=1):
         assert re.search(rf"layers\.{number}\.mlp\.up_proj\.[^:]*weight[^:]*: [^:]*{reason}", reasons), (number, reason)
