@@ -115,10 +115,11 @@ class Preconditioner(Watch):
     @torch.no_grad()
     def clear_gradients(self, optimizer: Optimizer | None = None) -> None:
         """Drop the gradients of PC(W), also for an optimizer's `zero_grad(set_to_none=False)`; of one that is given, of the
-        weights whose W or gamma it holds."""
+        weights whose W it holds, or their gamma where W is frozen."""
         held = None if optimizer is None else followed.ids_of_parameters(optimizer)
         for weight in self.weights.values():
-            if held is not None and not any(id(parameter) in held for parameter in weight.trained):
+            decides = weight.orig if weight.orig.requires_grad or weight.gamma is None else weight.gamma
+            if held is not None and id(decides) not in held:
                 continue
             gradient = weight.effective.grad
             weight.effective.grad = gradient.zero_() if self._keeps_gradients and gradient is not None else None

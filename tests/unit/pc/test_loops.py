@@ -371,8 +371,8 @@ def test_gammas_alone():
     require_pc(loop.preconditioner)
 
 
-def test_gradients_that_are_cleared_after_each_optimizer():
-    """W's gradients are gone when the second optimizer, which has the gammas, steps."""
+def muon_and_sgd():
+    """SGD has the gammas."""
 
     def matrices_and_others(parameters):
         parameters = [*parameters]
@@ -381,7 +381,20 @@ def test_gradients_that_are_cleared_after_each_optimizer():
             torch.optim.SGD([p for p in parameters if p.ndim < 2], lr=0.1),
         ]
 
-    loop = Loop(matrices_and_others, wrap=lambda model: nn.Sequential(model, nn.LayerNorm(7).double()))
+    return Loop(matrices_and_others, wrap=lambda model: nn.Sequential(model, nn.LayerNorm(7).double()))
+
+
+def test_the_optimizer_of_gammas_clears_no_gradients_of_weights():
+    loop = muon_and_sgd()
+    loop.backward()
+    for optimizer, is_cleared in zip(reversed(loop.optimizers), (False, True), strict=True):
+        optimizer.zero_grad()
+        assert [w.effective.grad is None for w in loop.preconditioner.weights.values()] == [is_cleared] * 8
+
+
+def test_gradients_that_are_cleared_after_each_optimizer():
+    """W's gradients are gone when the second optimizer, which has the gammas, steps."""
+    loop = muon_and_sgd()
     loop.backward()
     loop.pull_back()
     for optimizer in loop.optimizers:
