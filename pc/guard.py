@@ -37,6 +37,10 @@ CHANGED = (
     "plain weights, call preconditioner.restart(); after swapping averages back, preconditioner.note_loaded() on every rank; "
     "and give pc.precondition all optimizers"
 )
+LOST = (
+    "was changed after PC had started, and its W was not, so the change would be lost: load plain weights before, in the module's "
+    "__init__ or before the trainer is made"
+)
 MAKE_IT_LATER = (
     "call preconditioner = pc.precondition(model) first, make it from model.parameters(), and call "
     "preconditioner.write_pc() after each step"

@@ -25,12 +25,12 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from pc import followed
 from pc.errors import UserError
-from pc.guard import ENDED, NOT_PULLED_BACK, remove_guards
+from pc.guard import ENDED, LOST, NOT_PULLED_BACK, remove_guards
 from pc.shards import local, on_any_rank
 from pc.step import Step, checksums
 from pc.targets import counted, wildcard_layers
 from pc.watch import Phase, State, Watch, has_rate
-from pc.weight import named_weights, versions
+from pc.weight import Tensors, named_weights, versions
 
 
 def reshard(models: Iterable[nn.Module]) -> None:
@@ -81,7 +81,9 @@ class Preconditioner(Watch):
         unfollowed = register_optimizer_step_pre_hook(partial(_require_w, weakref.ref(self)))
         self._stop_asking = weakref.finalize(self, unfollowed.remove)
         # `pc.attach` puts guards on weights that do not hold PC(W), and a copy may be an average of PC(W) and of W
-        if remove_guards(modules) or (had_w and not self.holds_pc()):
+        if remove_guards(modules) or (
+            had_w and self._step.find_unwritten({name: weight.tensors() for name, weight in self.weights.items()})
+        ):
             self._write(advance=True, share=True)
 
     def __reduce__(self):
@@ -104,9 +106,34 @@ class Preconditioner(Watch):
             if any(new == old for new, old in zip(*both, strict=True) if new is not None):
                 raise UserError(f"{name} was not loaded with its W, gamma, u and v")
 
-    def holds_pc(self) -> bool:
-        """Whether each `weight` is PC(W) of its W, gamma, u and v: computed anew. Call it on every rank."""
-        return self._step.has_written({name: weight.tensors() for name, weight in self.weights.items()})
+    def note_wrapped(self) -> None:
+        """Call it on every rank once a trainer has wrapped the model and loaded what it loads. DDP has broadcast all weights,
+        which changes no values. PC(W) is written where W is newer, as in a state of averages.
+
+        Raises:
+            UserError: `weight` is not PC(W) of its W, and W was not changed.
+        """
+        with self._lock:
+            tensors = {name: weight.tensors() for name, weight in self.weights.items()}
+            if all(one.effective.dtype.itemsize >= 4 for one in tensors.values()):  # else PC(W) is only evaluated
+                has_moved = dict(zip(tensors, self._have_moved([*tensors.values()]), strict=True))
+                unwritten = self._step.find_unwritten(tensors)
+                lost = [name for name in unwritten if not has_moved[name]]
+                if lost and self._state.phase is not Phase.MOVED:
+                    raise UserError(f"{lost[0]} {LOST}")
+                if unwritten:
+                    self._write(advance=True, share=False)
+            self._note_written(State(Phase.WRITTEN))
+
+    def _have_moved(self, tensors: list[Tensors]) -> list[float]:
+        """Whether each W or gamma has changed on any rank: by version counters, or by values, because Lightning puts averages
+        in place through `.data`."""
+        both = zip(versions(self.weights.values()), self._versions, strict=True)
+        (kind, before), (kind_now, now) = self._checksums, checksums(tensors)
+        have = torch.tensor([new[1:3] != old[1:3] for new, old in both], device=now.device)
+        if kind == kind_now:
+            have |= (before != now)[: 2 * len(tensors)].view(2, -1).any(0)
+        return on_any_rank(have, [one.orig for one in tensors]).tolist()
 
     def note_loaded(self) -> None:
         """Call it on every rank when all tensors of all weights were loaded: `weight` then counts as PC(W) of W."""

@@ -92,11 +92,12 @@ class Step:
 
     @torch.inference_mode(False)  # as `pc.precondition`; an evaluation may ask
     @torch.no_grad()
-    def has_written(
+    def find_unwritten(
         self,
         weights: Mapping[str, Tensors],  # all, by name
-    ) -> bool:
-        """Whether each PC(W) is what its W, gamma, u and v give: computed anew, in a wait for the device."""
+    ) -> list[str]:
+        """The names of those whose PC(W) is not what W, gamma, u and v give: computed anew, in a wait for the device. Every
+        rank calls it, and gets the same."""
         anew = {
             name: w._replace(effective=nn.Parameter(w.effective.detach().clone(), False), u=w.u.clone(), v=w.v.clone())
             for name, w in weights.items()
@@ -106,7 +107,8 @@ class Step:
         for w, other in zip(weights.values(), anew.values(), strict=True):
             ((found, right),) = shards_of([(w.effective.detach(), other.effective.detach())])
             differences.append((found - right).norm() > TOLERANCE * right.norm())
-        return not on_any_rank(torch.stack(differences), [w.orig for w in weights.values()]).any()
+        found = on_any_rank(torch.stack(differences), [w.orig for w in weights.values()])
+        return [name for name, differs in zip(weights, found.tolist(), strict=True) if differs]
 
     def forget(self) -> None:
         """Drop what was kept of the last write, because W, u or v have changed."""

@@ -323,7 +323,7 @@ class Watch:
             if effective and not is_loaded and self._state.phase is not Phase.MOVED:
                 raise UserError(f"{weight.name} {guard.CHANGED.format(weight.attribute)}")
         tensors = {name: weight.tensors() for name, weight in self.weights.items()}
-        if any(loaded) and self._step.has_written(tensors):
+        if any(loaded) and not self._step.find_unwritten(tensors):
             self._note_written(State(Phase.WRITTEN) if all(loaded) else self._state)
         elif any(any(trained) for _, *trained, _u, _v in changes):
             self._state = self._state._replace(phase=Phase.MOVED)

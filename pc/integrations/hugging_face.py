@@ -13,7 +13,7 @@ import torch
 from transformers import Trainer
 
 from pc.errors import UserError
-from pc.integrations import has_pc, note_wrapped, started
+from pc.integrations import has_pc, started
 from pc.preconditioner import Preconditioner
 
 
@@ -39,7 +39,7 @@ class PCTrainerMixin(Trainer):
         """Called once model and optimizer are wrapped, before a checkpoint's optimizer state is loaded."""
         chosen: Any = optimizer or self.optimizer
         preconditioner = self.preconditioner
-        note_wrapped(preconditioner)
+        preconditioner.note_wrapped()
         preconditioner.follow(chosen)
         return super().create_scheduler(num_training_steps, optimizer)
 

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from pc.errors import UserError
-from pc.integrations import has_pc, note_wrapped, started
+from pc.integrations import has_pc, started
 
 
 class PCCallback(Callback):
@@ -57,13 +57,13 @@ class PCCallback(Callback):
                 "the module had no PC when it was set up, so no checkpoint could load: call pc.attach in its __init__"
             )
         self._start(trainer, pl_module)
-        note_wrapped(self.preconditioner)
+        self.preconditioner.note_wrapped()
         self.preconditioner.follow(*trainer.optimizers)
 
     def on_validation_start(self, trainer, pl_module) -> None:
         if trainer.state.fn != TrainerFn.FITTING and has_pc(pl_module):
             self._start(trainer, pl_module)
-            note_wrapped(self.preconditioner)
+            self.preconditioner.note_wrapped()
 
     on_test_start = on_predict_start = on_validation_start
 

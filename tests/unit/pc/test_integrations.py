@@ -5,6 +5,7 @@ import peft
 import pytest
 import torch
 from accelerate import Accelerator
+from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.tuner import Tuner
 from safetensors.torch import load_file, save_file
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
@@ -15,6 +16,7 @@ from helpers.toy import Loop, require_near, require_pc, same, sgd, toy_batch, to
 from pc import PCConfig, UserError
 from pc.integrations.hugging_face import PCTrainerMixin
 from pc.integrations.lightning import PCCallback
+from pc.preconditioner import preconditioners_of
 
 
 def train(model, optimizer, preconditioner, steps=3):
@@ -74,11 +76,13 @@ def test_weights_that_torchao_wraps_for_float8():
     convert_to_float8_training(model, config=Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=True))
     optimizer = sgd(pc.attach(model, PCConfig()).parameters())
     preconditioner = pc.precondition(model, optimizer)
-    before = preconditioner.weights["0.attention.wo"].effective.detach().clone()
+    weight = preconditioner.weights["0.attention.wo"]
+    before, w = weight.effective.detach().clone(), weight.orig.detach().clone()
     toy_loss(model, toy_batch(0, d=32).float()).backward()
     preconditioner.pull_back()
     optimizer.step()
-    assert not torch.equal(preconditioner.weights["0.attention.wo"].effective, before)
+    assert not torch.equal(weight.effective, before)
+    torch.testing.assert_close(weight.orig, w - 0.1 * weight.orig.grad)
 
 
 class PCTrainer(PCTrainerMixin, Trainer):
@@ -178,7 +182,7 @@ class Net(lightning.LightningModule):
         return toy_loss(self.net, toy_batch(index))
 
     def validation_step(self, batch, index):
-        self.net(toy_batch(index))
+        self.net(toy_batch(index).to(next(self.net.parameters()).dtype))
 
     def configure_optimizers(self):
         return sgd(self.net.parameters())
@@ -210,9 +214,9 @@ class ByHand(Net):
         return [sgd(block.parameters()) for block in self.net]
 
 
-def lightning_trainer(callback, **settings):
+def lightning_trainer(callbacks, **settings):
     quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-    return lightning.Trainer(callbacks=[callback], accelerator="cpu", **dict.fromkeys(quiet, False), **settings)
+    return lightning.Trainer(callbacks=callbacks, accelerator="cpu", **dict.fromkeys(quiet, False), **settings)
 
 
 def test_lightning(tmp_path):
@@ -337,6 +341,27 @@ def test_plain_weights_that_a_module_loads_in_its_setup_are_not_lost():
 
     with pytest.raises(UserError, match="load plain weights before"):
         lightning_trainer(PCCallback(), max_epochs=1).fit(Loads())
+
+
+@pytest.mark.parametrize("kind", ["by hand", "averages", "half"])
+def test_lightning_goes_on_where_pc_is_older_than_w(tmp_path, kind):
+    """W changed by hand; averages of W and of PC(W). Weights in half precision are only evaluated."""
+    callbacks = [
+        PCCallback(),
+        *([WeightAveraging(avg_fn=lambda a, b, n: a + 0.05 * (b - a))] if kind == "averages" else []),
+    ]
+    file, trainer = tmp_path / "last.ckpt", lightning_trainer(callbacks, max_epochs=3)
+    trainer.fit(module := Net())
+    if kind == "by hand":
+        module.net[0].attention["wo"].weight_orig.detach().mul_(2.0)
+    trainer.save_checkpoint(file)
+    trainer.validate(module, verbose=False)
+    settings = {"precision": "bf16-true"} if kind == "half" else {}
+    other = Net()
+    lightning_trainer([PCCallback()], **settings).validate(other, ckpt_path=file, verbose=False, weights_only=False)
+    if kind != "half":
+        require_pc(*preconditioners_of(other))
+        lightning_trainer([PCCallback()], max_epochs=4).fit(Net(), ckpt_path=file, weights_only=False)
 
 
 def test_a_trainer_goes_back_to_its_best_model_and_on_from_there(tmp_path):

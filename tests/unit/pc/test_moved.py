@@ -304,7 +304,7 @@ def averages(loop, decay=0.5):
 def test_averages_written_back_are_not_taken_for_a_state():
     loop = Loop(lambda p: torch.optim.SGD(p, lr=1.0))
     step, asked = loop.preconditioner._step, []
-    has_written, step.has_written = step.has_written, lambda tensors: [asked.append(1), has_written(tensors)][1]
+    find, step.find_unwritten = step.find_unwritten, lambda tensors: [asked.append(1), find(tensors)][1]
     loop.model.load_state_dict(averages(loop))
     loop.backward()
     for _ in range(2):
