@@ -1,12 +1,12 @@
 """A hook that keeps modules from multiplying by a weight that is not PC(W)."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
 from pc.errors import UserError
-from pc.weight import named_weights
+from pc.weight import Weight, named_weights
 
 NO_PRECONDITIONER = (
     "it has no preconditioner; call pc.precondition(model, optimizer) after pc.attach, and after FSDP or DDP if used"
@@ -58,6 +58,17 @@ ENDED = (
     "pc.merge or pc.detach has removed PC from the model of this preconditioner; to train on with PC, call "
     "pc.attach and pc.precondition again; to evaluate a plain copy, load pc.plain_state_dict(model)"
 )
+
+
+def what_moved(weights: Sequence[Weight], place: int, optimizer: str) -> str:
+    """What has changed since the last write, by its place in `pc.step.checksums`, and what to do."""
+    of, index = divmod(place, len(weights))
+    if of == 3:
+        return f"u or v {MOVED.format(optimizer)}"
+    weight = weights[index]
+    if of == 2:
+        return f"{weight.name} {CHANGED.format(weight.attribute)}"
+    return f"W or gamma of {weight.name} {MOVED.format(optimizer)}"
 
 
 @dataclass(frozen=True)

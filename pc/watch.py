@@ -124,7 +124,7 @@ class Watch:
             tensors = {name: weight.tensors() for name, weight in self.weights.items()}
             (kind, written), (kind_now, now) = self._checksums, checksums(tensors.values())
             if kind == kind_now and (moved := self._found_moved.find(written != now)) is not None:
-                raise UserError(self._what_moved(moved))
+                raise UserError(guard.what_moved([*self.weights.values()], moved, self._stepped()))
             self._keeps_gradients = not set_to_none
             used = {name: one for name, one in tensors.items() if one.effective.grad is not None}
             if len(used) < len(tensors):  # another parameter may have got the weight's place and gradient
@@ -264,16 +264,6 @@ class Watch:
                 self._write(advance=True, share=True)
             if wrong:
                 raise UserError(f"{self._stepped()} {guard.MOVED_PC.format(wrong[0])}")
-
-    def _what_moved(self, place: int) -> str:
-        """What has changed since the last write, by its place in `checksums`, and what to do."""
-        of, index = divmod(place, len(self.weights))
-        if of == 3:
-            return f"u or v {guard.MOVED.format(self._stepped())}"
-        weight = [*self.weights.values()][index]
-        if of == 2:
-            return f"{weight.name} {guard.CHANGED.format(weight.attribute)}"
-        return f"W or gamma of {weight.name} {guard.MOVED.format(self._stepped())}"
 
     def _stepped(self) -> str:
         return "an optimizer" if self._state.stepping is None else type(self._state.stepping).__name__
