@@ -13,7 +13,7 @@ from pc_recipe.files.run_folder import read_environment, read_state
 from pc_recipe.files.run_log import BITS_PER_BYTE, VALIDATION, RunLog
 from pc_recipe.pages.plots import label_tokens, short_tokens
 from pc_recipe.report import settings
-from pc_recipe.runs.comparable import differ, require_same_text
+from pc_recipe.runs.comparable import TEXT, find_others, require_same_text
 
 FINISHED = "finished", "waiting"
 """States of a run that has all its steps, as far as is known: a "waiting" run has no status.json."""
@@ -105,8 +105,9 @@ def marked(runs: Sequence[RunLog]) -> list[RunLog]:
     """
     folders = [run.file.parent for run in runs]
     require_same_text(folders)
+    others = find_others(TEXT, folders)
     return [
-        replace(run, name=f"{run.name} (other data)") if differ("content of data.path", folders[0], folder) else run
+        replace(run, name=f"{run.name} (other data)") if folder in others else run
         for run, folder in zip(runs, folders, strict=True)
     ]
 

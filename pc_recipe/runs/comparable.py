@@ -8,12 +8,17 @@ from pc.errors import UserError
 from pc_recipe.config import Config, read_config
 from pc_recipe.files.run_folder import read_parts
 
+TEXT, VALIDATION_TEXT = "content of data.path", "content of data.validation_path"
+"""Names of checksums in environment.json."""
 
-def differ(key: str, first: Path, other: Path) -> bool:
-    """Whether both runs have recorded the checksum `key`, and one has a checksum that the other lacks."""
-    parts = [[part.get("data") or {} for part in read_parts(run)] for run in (first, other)]
-    one, two = ({part[key] for part in some if key in part} for some in parts)
-    return bool(one and two) and one != two
+
+def find_others(key: str, runs: Sequence[Path]) -> list[Path]:
+    """The runs that have another checksum `key` than the first, as far as both have recorded one. A part of a run may have
+    one of its own."""
+    parts = {run: [part.get("data") or {} for part in read_parts(run)] for run in runs}
+    found = {run: {part[key] for part in of_run if key in part} for run, of_run in parts.items()}
+    first = found[runs[0]] if runs else set()
+    return [run for run, checksums in found.items() if first and checksums and checksums != first]
 
 
 def sequences_of(config: Config) -> dict[str, Any]:
@@ -27,12 +32,11 @@ def sequences_of(config: Config) -> dict[str, Any]:
 
 def require_same_text(runs: Sequence[Path]) -> None:
     """Raise a `UserError` if a run was validated on other text than the first, or with another tokenizer."""
-    for run in runs[1:]:
-        if differ("content of data.validation_path", runs[0], run):
-            raise UserError(
-                f"{run} was validated on other text than {runs[0]}, or with another tokenizer, so their losses cannot be "
-                "compared; compare runs with one data.validation_path"
-            )
+    for run in find_others(VALIDATION_TEXT, runs):
+        raise UserError(
+            f"{run} was validated on other text than {runs[0]}, or with another tokenizer, so their losses cannot be compared; "
+            "compare runs with one data.validation_path"
+        )
 
 
 def require_same_sequences(runs: Sequence[Path]) -> None:
