@@ -200,6 +200,17 @@ def test_a_thread_that_evaluates_and_saves():
     assert same(train(True), train(False))
 
 
+def test_weights_that_a_trainer_has_broadcast():
+    """DDP writes their own values into them."""
+    loop, other = Loop(), Loop()
+    for weight in loop.preconditioner.weights.values():
+        weight.effective.detach().mul_(1.0)
+    loop.preconditioner.note_wrapped()
+    loop.step()
+    other.step()
+    assert same(loop.model.state_dict(), other.model.state_dict())
+
+
 def test_an_average_of_the_weights():
     """torch's `AveragedModel` averages PC(W), and W beside it; the average is a copy that can be evaluated and merged."""
     loop = Loop()
