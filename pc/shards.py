@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,10 +28,15 @@ def shards_of(items: Iterable[Iterable[Tensor]]) -> list[list[Tensor]]:
 
 
 def innermost(tensor: Tensor) -> Tensor:
-    """What holds its entries: that of a wrapper such as torchao's float8 weights has no storage of its own."""
+    """What holds this rank's entries: a `DTensor`, or a wrapper such as torchao's float8 weights, has no storage of its own."""
     while is_traceable_wrapper_subclass(tensor):
         tensor = getattr(tensor, tensor.__tensor_flatten__()[0][0])
     return tensor
+
+
+def entries_of(items: Iterable[Iterable[Tensor | None]]) -> list[list[Any]]:
+    """`innermost` of each tensor of each item."""
+    return [[None if x is None else innermost(x) for x in item] for item in items]
 
 
 def sharded_dims(tensor: Tensor) -> dict[int, int | None]:

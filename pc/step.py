@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pc.owner import Plan, RecentPlans
-from pc.shards import innermost, on_any_rank, shards_of, viewed
+from pc.shards import entries_of, on_any_rank, shards_of, viewed
 from pc.splits import WeightSplit
 from pc.weight import Tensors, gamma_values, require_precision
 
@@ -162,13 +162,13 @@ def checksums(weights: Iterable[Tensors]) -> tuple[Any, Tensor]:
     their place, [3 n + 1] int64: the same on any number of threads. Before them the dtype and device; sums of others are not
     compared, because `model.float()` changes all values."""
     tensors = ((w.orig, w.gamma, w.effective, w.u, w.v) for w in weights)
-    of_w, of_gamma, of_pc, *vectors = shards_of(zip(*tensors, strict=True))
+    of_w, of_gamma, of_pc, *vectors = entries_of(zip(*tensors, strict=True))
     found = []
     for shard in (*of_w, *of_gamma, *of_pc):
         if shard is None:  # not learnable
             found.append(torch.zeros((), dtype=torch.int64, device=of_w[0].device))
             continue
-        flat = innermost(shard.detach()).reshape(-1)
+        flat = shard.detach().reshape(-1)
         # two float32 at a time, if possible, are ten times as fast, but two changed signs in odd columns cancel; of whole
         # float64 any two would
         in_pairs = flat.itemsize == 4 and flat.numel() % 2 == 0 and flat.storage_offset() % 2 == 0
