@@ -57,6 +57,15 @@ MAY_DIFFER = {
     "model.init_factors",
     "job.dump_folder",
 }
+MISSING = (
+    "checkpoint.initial_load_path",
+    "data.skip",
+    "experiment.arm",
+    "model.converters",
+    "pc.heads",
+    "pc.learnable_gamma",
+)
+"""Keys that this trainer knows at their defaults only."""
 PROGRESS, TRIED = 50, 100  # steps between two lines, and before a sweep may be given up; the first steps compile
 
 Weights = dict[str, Tensor]
@@ -285,14 +294,15 @@ def require_alike(runs: Sequence[Run]) -> None:
         keys = [key for key in values if not (key.startswith("pc.") and not run.resolved.pc.enable)]
         if differing := [key for key in keys if key not in MAY_DIFFER and values[key] != first[key]]:
             raise UserError(f"{run.name} and {runs[0].name} differ in {differing[0]}; train them in two sweeps")
-    batch = first["training.global_batch_size"]
-    wanted = {
+    defaults, batch = all_values(Config()), first["training.global_batch_size"]
+    wanted = {key: defaults[key] for key in MISSING} | {
         "optimizer.name": "AdamW",
         "training.local_batch_size": batch,
-        "experiment.arm": "",
     }
     if differing := [key for key, value in wanted.items() if first[key] != value]:
         raise UserError(f"{differing[0]}: should be {wanted[differing[0]]!r} for runs that are trained in one process")
+    if len(runs[0].resolved.data.folders) > 1:
+        raise UserError("data.path: should be one folder for runs that are trained in one process")
 
 
 def row(run: Run, study: str, log: list[dict], device: torch.device) -> dict:

@@ -28,7 +28,7 @@ from experiments.contrasts import Preregistration, read_preregistration
 from pc.errors import UserError
 from pc_recipe.config.model_sizes import Flavor, shape_of
 from pc_recipe.config.optimizers import KINDS
-from pc_recipe.config.run_key import all_values
+from pc_recipe.config.run_key import all_values, differing_keys, settings_key
 from pc_recipe.config.schema import Config
 from pc_recipe.files import look, record
 from pc_recipe.files.atomic import write_atomically
@@ -71,7 +71,7 @@ def _line(study: str, sweep: Path, result: dict) -> dict | None:
     log = pd.DataFrame(run.lines).groupby("step", as_index=False).last()  # the last value of each quantity in a step
     kept = {"step", "tokens", VALIDATION, *CONDITION, *SIZES}
     log = log[[key for key in log if key in kept]].dropna(thresh=3)
-    return {
+    line = {
         "study": study,
         **{key: result.get(key) for key in ("name", "config", "settings", "variant", "spikes")},
         "state": "diverged" if diverged else "finished",
@@ -79,6 +79,24 @@ def _line(study: str, sweep: Path, result: dict) -> dict | None:
         "environment": json.loads((folder / "environment.json").read_text()),
         "log": json.loads(log.to_json(orient="records")),  # NaN becomes null
     }
+    final_loss(line)
+    return line
+
+
+def final_loss(line: dict) -> float:
+    """A run's loss after its last step; infinite if it diverged.
+
+    Raises:
+        UserError: the run has no such loss, because its log lost its end.
+    """
+    if line["state"] == "diverged":
+        return math.inf
+    last = [entry for entry in line["log"] if entry.get(VALIDATION) is not None][-1]
+    if last["step"] != (steps := line["resolved"]["training"]["steps"]):
+        raise UserError(
+            f"{line['name']} was last validated after step {last['step']} of {steps}; its log lost its end, so train it again"
+        )
+    return last[VALIDATION]
 
 
 @dataclass(frozen=True)
@@ -165,7 +183,7 @@ def read_experiments(folder: Path) -> list[Experiment]:
     """The experiments of `folder`/runs.jsonl. Runs that its plan shares come first, so the reference may be among them.
 
     Raises:
-        UserError: two runs of one arm, rate and seed have different validation losses.
+        UserError: two runs of one arm and rate have other settings, or with one seed other validation losses.
     """
     file = folder / "runs.jsonl"
     plan = read_preregistration(folder)
@@ -183,7 +201,9 @@ def read_experiments(folder: Path) -> list[Experiment]:
         name = study if studies.count(study) == 1 else f"{study}: {flavor}, {optimizer}, {steps:,} steps"
         if name in [one.name for one in experiments]:
             name += f" ({config.model.vocab_size:,} entries, {config.data.validation_sequences:,} sequences of {config.training.seq_len})"
-        runs = pd.DataFrame(map(_run, *zip(*group, strict=True), _arms(group)))
+        arms = _arms(group)
+        _require_same_settings(group, arms)
+        runs = pd.DataFrame(map(_run, *zip(*group, strict=True), arms))
         same = runs.groupby(["arm", "rate", "seed"], sort=False)
         unlike = runs.arm[same.loss.transform("nunique") > 1]
         if len(unlike):
@@ -192,8 +212,8 @@ def read_experiments(folder: Path) -> list[Experiment]:
                 "validation loss; collect them as two studies"
             )
         # the newest line of a repeated run, which may have more quantities
-        arms = [_chosen(rows, plan) for _, rows in same.tail(1).groupby("arm", sort=False)]
-        experiments.append(Experiment(study, name, config, pd.concat(arms, ignore_index=True)))
+        chosen = [_chosen(rows, plan) for _, rows in same.tail(1).groupby("arm", sort=False)]
+        experiments.append(Experiment(study, name, config, pd.concat(chosen, ignore_index=True)))
     return experiments
 
 
@@ -218,12 +238,11 @@ def _by_kind(file: Path) -> dict[tuple, list[tuple[dict, Config]]]:
 
 def _run(line: dict, config: Config, arm: str) -> dict:
     log = pd.DataFrame(line["log"] or {"tokens": []}).set_index("tokens")  # empty: diverged before a validation
-    loss = math.inf if line["state"] == "diverged" else curve(log, VALIDATION).iloc[-1]
     return {
         "arm": arm,
-        "rate": KINDS[config.optimizer.name].lr(config.optimizer),
+        "rate": _rate(config),
         "seed": config.debug.seed,
-        "loss": loss,
+        "loss": final_loss(line),
         "log": log,
     }
 
@@ -246,9 +265,26 @@ def _arms(runs: Sequence[tuple[dict, Config]]) -> list[str]:
         arms = variants
     elif len(files) > 1:
         arms = [f"{names[line['config']]}, {arm}" for (line, _), arm in zip(runs, arms, strict=True)]
-    same = [(line["config"], label(_values(line, config, keys))) for line, config in runs]
+    same = [(line["config"], json.dumps(_values(line, config, keys))) for line, config in runs]
     first = dict(zip(reversed(same), reversed(arms), strict=True))
     return [first[one] for one in same]
+
+
+def _require_same_settings(runs: Sequence[tuple[dict, Config]], arms: Sequence[str]) -> None:
+    """Raise a `UserError` if runs of one arm and rate differ in more than their seed: a variant's name does not say so."""
+    firsts: dict[tuple[str, float], dict[str, Any]] = {}
+    for (_, config), arm in zip(runs, arms, strict=True):
+        values = settings_key(config) | {"debug.seed": 0, "data.seed": 0}
+        first = firsts.setdefault((arm, _rate(config)), values)
+        for key in differing_keys(first, values):
+            raise UserError(
+                f"runs of {arm} at one learning rate differ: {key} is {first.get(key)} and {values.get(key)}; collect them as "
+                "two studies"
+            )
+
+
+def _rate(config: Config) -> float:
+    return KINDS[config.optimizer.name].lr(config.optimizer)
 
 
 def _values(line: dict, config: Config, keys: set[str]) -> dict[str, Any]:

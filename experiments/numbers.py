@@ -191,8 +191,8 @@ class Study(dict):
         """(control - arm) / (baseline - level 4) with its 95 % interval: seeds of each arm are drawn separately, with
         replacement, 10,000 times."""
         random, arms = np.random.default_rng(0), (control, arm, "baseline", "level-4")
-        drawn = [random.choice(self[name].losses, (10_000, self[name].n)).mean(1) for name in arms]
-        base, changed, baseline, pc = (np.append(self[name].mean, means) for name, means in zip(arms, drawn))
+        drawn = {name: random.choice(self[name].losses, (10_000, self[name].n)).mean(1) for name in dict.fromkeys(arms)}
+        base, changed, baseline, pc = (np.append(self[name].mean, drawn[name]) for name in arms)
         shares = (base - changed) / (baseline - pc)
         return Estimate(shares[0], *np.quantile(shares[1:], [0.025, 0.975]))
 

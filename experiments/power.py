@@ -21,9 +21,10 @@ def outcomes(spreads: tuple[float, float], seeds: int) -> tuple[np.ndarray, np.n
 
 def powers(spreads: tuple[float, float], seeds: int, margin: float) -> tuple[float, float, float]:
     """The mean half-width; the difference that is detected with a probability of 80 %; and the probability that an interval
-    lies inside ±margin if there is no difference."""
+    lies inside ±margin, and contains 0, if there is no difference: the verdict "no difference"."""
     differences, halves = outcomes(spreads, seeds)
-    return halves.mean(), np.quantile(halves - differences, 0.8), np.mean(abs(differences) + halves < margin)
+    said = (abs(differences) <= halves) & (abs(differences) + halves < margin)
+    return halves.mean(), np.quantile(halves - differences, 0.8), np.mean(said)
 
 
 def detected(spreads: tuple[float, float], seeds: int, difference: float) -> float:

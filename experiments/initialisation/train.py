@@ -9,7 +9,6 @@ are of one machine.
 
 import argparse
 import itertools
-import math
 import os
 import signal
 import subprocess
@@ -27,7 +26,6 @@ from pc.command import exit_on_user_error
 from pc.errors import UserError
 from pc_recipe.files import record
 from pc_recipe.files.atomic import write_atomically
-from pc_recipe.files.run_log import VALIDATION
 from pc_recipe.runs.sweep.spec import SWEEPS
 
 FOLDER = Path("experiments/initialisation")
@@ -203,9 +201,8 @@ def read_losses() -> Losses:
     losses: Losses = {}
     for row in record.read(FOLDER / "runs.jsonl", dict[str, Any]) or []:
         config = row["resolved"]
-        final = [line[VALIDATION] for line in row["log"] if line.get(VALIDATION) is not None]
         key = row["study"], row["variant"], config["optimizer"]["lr"], config["debug"]["seed"]
-        losses[key] = math.inf if row["state"] == "diverged" else final[-1]
+        losses[key] = evidence.final_loss(row)
     return losses
 
 

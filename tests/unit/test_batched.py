@@ -20,6 +20,7 @@ folder = "{folder}/runs"
 "training.local_batch_size" = [12]
 "training.mixed_precision_param" = ["float32"]
 "optimizer.lr" = [{rates}]
+{axes}
 [variants.baseline]
 "pc.enable" = false
 [variants.scale]
@@ -35,9 +36,9 @@ folder = "{folder}/runs"
 
 @pytest.fixture
 def sweep_of(tmp_path, tiny_shards):
-    def make(rates: str = "1e-2", independent: str = "false"):
+    def make(rates: str = "1e-2", independent: str = "false", axes: str = ""):
         tiny.write_config(tmp_path / "tiny.toml", tiny_shards, tmp_path / "run")
-        (tmp_path / "some.toml").write_text(SWEEP.format(folder=tmp_path, rates=rates, independent=independent))
+        (tmp_path / "some.toml").write_text(SWEEP.format(folder=tmp_path, rates=rates, independent=independent, axes=axes))
         return load(tmp_path / "some.toml")
 
     return make
@@ -102,7 +103,26 @@ def test_a_sweep_that_would_not_end_in_time_is_given_up(sweep_of, tmp_path, monk
     monkeypatch.setattr(batched, "TRIED", 2)
     assert not batched.train(sweep_of(), tmp_path / "rows", end=0.0)
     assert "step 2/6" in (said := capsys.readouterr().out) and "step 3/6" not in said and "given up" in said
-    assert [file.name for file in (tmp_path / "rows").iterdir()] == ["some.partial.jsonl"]
+    [file] = (tmp_path / "rows").iterdir()
+    assert file.name == "some.partial.jsonl"
+    file.rename(tmp_path / "rows" / "runs.jsonl")
+    with pytest.raises(UserError, match="/seed-1 was last validated after step 1 of 6; "):
+        evidence.read_experiments(tmp_path / "rows")
+
+
+@pytest.mark.parametrize(
+    "changed, said",
+    [
+        ('"pc.learnable_gamma" = [false]', "pc.learnable_gamma: should be True"),
+        ('"pc.heads" = [["q"]]', "pc.heads: should be "),
+        ('"checkpoint.initial_load_path" = ["other"]', "checkpoint.initial_load_path: should be None"),
+        ('"data.path" = [{ one = 1.0, other = 2.0 }]', "data.path: should be one folder"),
+    ],
+)
+def test_settings_that_it_does_not_have_are_refused(sweep_of, changed, said):
+    with_pc = [run for run in sweep_of(axes=changed).runs if run.variant == "level-4"]
+    with pytest.raises(UserError, match=said):
+        batched.require_alike(with_pc)
 
 
 def test_runs_that_differ_in_more_are_refused(sweep_of):

@@ -38,18 +38,18 @@ debug = {{ seed = {seed} }}
 
 
 def _sweep(folder, losses, config="c.toml", stops_at=None, flavor="nano", tokens=10):
-    """A finished sweep's folder with runs of `tokens` per step, validated at 1, 3 and 5; `stops_at`: {name: last step}."""
+    """A finished sweep's folder with runs of `tokens` per step, validated at 20, 60 and 100; `stops_at`: {name: last step}."""
     results = []
     for (on, rate), finals in losses.items():
         for seed, final in enumerate(finals):
             name = f"{on}-{rate}/seed-{seed}"
             lines = [
-                {"step": 1, "validation_loss": 5.0, "loss": 5.0},
-                {"step": 3, "validation_loss": (final or 9.0) + 0.5},
-                {"step": 5, "spectra/gmcn/pc": 7.0},
-                {"step": 5, "validation_loss": final},
+                {"step": 20, "validation_loss": 5.0, "loss": 5.0},
+                {"step": 60, "validation_loss": (final or 9.0) + 0.5},
+                {"step": 100, "spectra/gmcn/pc": 7.0},
+                {"step": 100, "validation_loss": final},
             ]
-            kept = [line for line in lines if line["step"] <= (stops_at or {}).get(name, 5)] or [
+            kept = [line for line in lines if line["step"] <= (stops_at or {}).get(name, 100)] or [
                 {"step": 1, "loss": 9.0}
             ]
             state = "diverged" if final is None else "finished"
@@ -73,7 +73,7 @@ def test_rate_by_the_first_seed_and_judged_on_the_others(tmp_path):
     """Seed 0 chooses 1e-3 for PC; only seeds 1 and 2 enter the figures, paired with the baseline's."""
     table = pair_table(_experiment(tmp_path), Preregistration())
     header, _, best, at_the_references = table.splitlines()  # the baseline's other rate has only the choosing seed
-    assert header.endswith("| seeds | difference | interval | verdict | times fewer tokens | after 30 | after 50 |")
+    assert header.endswith("| seeds | difference | interval | verdict | times fewer tokens | after 600 | after 1 k |")
     # both differences are -0.4; an unpaired error would be 0.14
     assert best.startswith(
         "| pc on | 0.001 | 0.002 | 1, 2 | -0.4000 ± 0.0000 | -0.4000 to -0.4000 | lower |"
@@ -225,6 +225,31 @@ def test_a_run_that_two_sweeps_list_is_of_one_arm(tmp_path):
     assert counts == {"pc off": 4, "pc on": 6, "pc on, level 1": 1}
 
 
+def test_runs_of_one_arm_with_other_settings_are_refused(tmp_path):
+    """A variant's name says nothing of them, and the folder's does not either."""
+    for name, decay in (("one", 1.5171), ("other", 1.5174)):
+        folder = _sweep(tmp_path / name, {(False, 1e-3): [3.8], (True, 1e-3): [3.6]})
+        lines = [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
+        variants = [line | {"variant": ["baseline", "pc"][line["settings"]["pc.enable"]]} for line in lines]
+        (folder / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in variants))
+        for config in folder.glob("True*/*/config.toml"):
+            config.write_text(config.read_text().replace("weight_decay = 10.0", f"weight_decay = {decay}"))
+    evidence.collect([tmp_path / "one"], "study", tmp_path / "kept")
+    evidence.read_experiments(tmp_path / "kept")
+    evidence.collect([tmp_path / "other"], "study", tmp_path / "kept")
+    with pytest.raises(UserError, match="pc at one learning rate differ: optimizer.weight_decay is 1.5171 and 1.5174; collect them as two"):
+        evidence.read_experiments(tmp_path / "kept")
+
+
+def test_a_run_whose_log_lost_its_end_is_refused(tmp_path):
+    """Its last validation is not its final loss."""
+    sweep = _sweep(tmp_path / "sweep", {(True, 1e-3): [3.6]})
+    file = sweep / "True-0.001" / "seed-0" / "metrics.jsonl"
+    file.write_text("".join(line + "\n" for line in file.read_text().splitlines() if "3.6" not in line))
+    with pytest.raises(UserError, match="True-0.001/seed-0 was last validated after step 60 of 100; "):
+        evidence.collect([sweep], "study", tmp_path / "kept")
+
+
 def test_results_that_are_older_than_a_run_are_refused(tmp_path):
     """Array tasks end without writing the sweep's results."""
     sweep = _sweep(tmp_path / "sweep", {(False, 2e-3): [3.9, None]})
@@ -283,12 +308,14 @@ def test_runs_that_another_experiment_shares(tmp_path):
     longer = _sweep(tmp_path / "longer", baselines)
     for config in longer.glob("*/*/config.toml"):
         config.write_text(config.read_text().replace("steps = 100", "steps = 400"))
+    for log in longer.glob("*/*/metrics.jsonl"):
+        log.write_text(log.read_text().replace('"step": 100', '"step": 400'))
     evidence.collect([longer], "longer", tmp_path / "shared")
     own = {**{pair: losses for pair, losses in LOSSES.items() if pair[0]}, (False, 1e-3): [4.0]}
     sweep = _sweep(tmp_path / "new", own)
     with (sweep / "False-0.001" / "seed-0" / "metrics.jsonl").open("a") as file:
-        for step, length in ((3, 0.4), (5, 0.2)):
-            sizes = {"norm/effective": 2.0 * step, "norm/relative_step": length}
+        for step, length in ((60, 0.4), (100, 0.2)):
+            sizes = {"norm/effective": 0.1 * step, "norm/relative_step": length}
             file.write(json.dumps({"step": step, "tokens": 10 * step} | sizes) + "\n")
     evidence.collect([sweep], "new", tmp_path / "kept")
     (alone,) = evidence.read_experiments(tmp_path / "kept")
