@@ -206,7 +206,8 @@ def require_in_place(weights: Iterable[Weight], models: Iterable[nn.Module]) -> 
         if weight.module._parameters.get(weight.attribute) is not weight.effective:
             raise UserError(
                 f"{weight.name} has another {weight.attribute} than pc.precondition found: call it after DDP and "
-                "fully_shard, and not with torch's parametrize, prune, spectral_norm or weight_norm on the same weight"
+                "fully_shard, load without assign=True, and do not use torch's parametrize, prune, spectral_norm or "
+                "weight_norm on the same weight"
             )
 
 

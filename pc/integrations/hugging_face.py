@@ -15,6 +15,7 @@ from transformers import Trainer
 from pc.errors import UserError
 from pc.integrations import has_pc, started
 from pc.preconditioner import Preconditioner
+from pc.weight import added_names, named_weights
 
 
 class PCTrainerMixin(Trainer):
@@ -54,6 +55,19 @@ class PCTrainerMixin(Trainer):
         if has_pc(model):
             self.preconditioner.write_if_stale()
         return super().evaluation_loop(*args, **kwargs)
+
+    def floating_point_ops(self, inputs) -> int:
+        """transformers counts six a parameter and token; what PC adds is multiplied by once a step."""
+        model: Any = self.model
+        counted, names = super().floating_point_ops(inputs), {*added_names(model)}
+        added = sum(parameter.numel() for name, parameter in model.named_parameters() if name in names)
+        return counted - counted * added // model.num_parameters(exclude_embeddings=True) if counted else 0
+
+    def get_num_trainable_parameters(self) -> int:
+        """A weight and its W are one."""
+        model: Any = self.model
+        twice = [weight.effective for _, weight in named_weights(model) if weight.effective.requires_grad]
+        return super().get_num_trainable_parameters() - sum(weight.numel() for weight in twice)
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None) -> None:
         """Called before the model is wrapped. Loading is not strict, so a checkpoint without W would pass.

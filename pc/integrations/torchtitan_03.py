@@ -19,7 +19,7 @@ from torchtitan.tools.logging import logger
 from pc.api import attach, precondition
 from pc.config import PCConfig
 from pc.errors import UserError
-from pc.integrations import has_pc
+from pc.integrations import give_plain, has_pc
 from pc.preconditioner import Preconditioner
 from pc.targets import describe
 
@@ -78,6 +78,7 @@ class Trainer(torchtitan.trainer.Trainer):
         preconditioner.follow(self.optimizers.optimizers)
         if self.config.checkpoint.enable:
             self.checkpointer.states[MODEL] = ModelWrapper(self.model_parts)  # the first one listed the state without W
+            give_plain(self.checkpointer.sd_adapter, self.model_parts)
         return preconditioner
 
     def train_step(self, data_iterator: Any) -> None:

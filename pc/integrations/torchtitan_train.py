@@ -11,6 +11,7 @@ from torchtitan.components.checkpoint import MODEL, ModelWrapper
 from pc.api import precondition
 from pc.command import exit_on_user_error
 from pc.errors import UserError
+from pc.integrations import give_plain
 from pc.preconditioner import Preconditioner
 from pc.weight import named_weights
 
@@ -37,6 +38,7 @@ class Trainer(torchtitan.train.Trainer):
         preconditioner = precondition(self.model_parts)
         preconditioner.follow(self.optimizers.optimizers)
         self.checkpointer.states[MODEL] = ModelWrapper(self.model_parts)  # the first one listed the state without W
+        give_plain(self.checkpointer.sd_adapter, self.model_parts)
         return preconditioner
 
     def train_step(self, data_iterator) -> None:

@@ -19,6 +19,7 @@ from pc.targets import clean_name
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _DTYPES |= {"C64": torch.complex64, "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "BOOL": torch.bool}
 _QUANTISED = (".qweight", ".SCB", ".absmax", ".weight_packed", ".weight_scale", ".weight_scale_inv")
+_WHOLE = ("model.safetensors", "pytorch_model.bin")
 _NOT_WEIGHTS = ("optimizer", "scheduler", "training_args", "rng_state", "scaler")  # beside the weights of a Trainer
 _GIVE = "give a folder with safetensors or .bin files, a .safetensors file, or a .pt file of a state dict"
 _UNQUANTISED = "give the weights in bfloat16, float16 or float32 that it was made from"
@@ -101,7 +102,9 @@ def _read(path: Path, base: Path | None) -> Tensors:
         )
     for ending in ("safetensors", "bin", "pt", "pth"):
         files = [file for file in _files(path, f"*.{ending}") if not file.name.startswith(_NOT_WEIGHTS)]
-        indices = _files(path, f"*.{ending}.index.json")
+        whole = [file for file in files if file.name in _WHOLE]  # counts alone, beside what an earlier save has left
+        files = whole or files
+        indices = [] if whole else _files(path, f"*.{ending}.index.json")
         index = _json(indices[0]).get("weight_map") if indices else None
         if indices and not isinstance(index, dict):
             raise UserError(f"{indices[0]}: has no weight_map; it should name the file of each tensor")

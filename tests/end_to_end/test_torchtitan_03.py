@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from safetensors import safe_open
 
 from helpers.tiny import ROOT
 from helpers.torchtitan_03 import make_assets
@@ -44,6 +45,16 @@ def test_a_stock_model_trains_and_resumes(model, blocks, weights, train):
     resumed = train(model, blocks=blocks, **{"checkpoint.enable": True, "checkpoint.load_step": 3})
     assert resumed["losses"] == {step: straight["losses"][step] for step in (4, 5, 6)}
     assert all(torch.equal(value, straight["state"][key]) for key, value in resumed["state"].items())
+
+
+def test_weights_for_hugging_face(train):
+    """TorchTitan's adapter knows the names of the plain model alone."""
+    settings = {"last_save_in_hf": True, "last_save_model_only": True, "interval": 9, "enable": True}
+    train("llama3", **{"training.steps": 1}, **{f"checkpoint.{key}": value for key, value in settings.items()})
+    [file] = (train.folder / "checkpoint" / "step-1").glob("*.safetensors")
+    with safe_open(file, "pt") as tensors:
+        names = list(tensors.keys())
+    assert "model.layers.5.self_attn.o_proj.weight" in names and len(names) == 9 * 6 + 3
 
 
 def test_gpt_oss_is_attached_and_written(train):

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import tomli_w
 import torch
+from safetensors import safe_open
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import pc
@@ -150,6 +151,16 @@ def test_two_ranks_go_on_as_one(write):
     (both,), _ = run_ranks(2, only_losses, [words[1]])
     assert list(both) == [3, 4]
     assert both == pytest.approx(alone, rel=2e-5)  # float32 sums in another order
+
+
+def test_weights_for_hugging_face(write):
+    """TorchTitan's adapter knows the names of the plain model alone."""
+    settings = {"last_save_in_hf": True, "last_save_model_only": True, "interval": 9}
+    run_ranks(1, only_losses, [write("llama3", training={"steps": 1}, checkpoint=settings)])
+    [file] = (write.runs / "run" / "checkpoint" / "step-1").glob("*.safetensors")
+    with safe_open(file, "pt") as tensors:
+        names = list(tensors.keys())
+    assert "model.layers.1.self_attn.o_proj.weight" in names and len(names) == 9 * 2 + 3
 
 
 def test_mistakes_are_one_line(write):

@@ -104,6 +104,17 @@ def make_trainer(folder, steps=4, model_init=None, **settings):
     return PCTrainer(args=TrainingArguments(**fixed | settings), train_dataset=data, eval_dataset=data, **given)
 
 
+def test_a_trainer_counts_the_parameters_of_the_plain_model(tmp_path):
+    """In `trainer_state.json` and loggers, FLOPs are proportional to them."""
+    trainer = make_trainer(tmp_path)
+    trainer.train()
+    gammas = sum(weight.gamma.numel() for weight in trainer.preconditioner.weights.values())
+    trainable, plain = trainer.get_num_trainable_parameters(), pc.merge(trainer.model)
+    tokens = 4 * 2 * 2 * 8  # steps, micro-batches, sequences, length
+    assert trainer.state.total_flos == 6 * tokens * plain.num_parameters(exclude_embeddings=True)
+    assert trainable == plain.num_parameters() + gammas
+
+
 def losses(trainer):
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 

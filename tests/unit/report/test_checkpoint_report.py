@@ -298,9 +298,9 @@ def broken(folder):
         folders[name].mkdir()
     for name in ("one", "two"):
         save_file(weights, folder / "twice" / f"{name}.safetensors")
-    for name, file in (("no_file", "gone.safetensors"), ("no_tensor", "model.safetensors")):
-        save_file(weights, folder / name / "model.safetensors")
-        index = {"weight_map": {"a.weight": "model.safetensors", "c.weight": file}}
+    for name, file in (("no_file", "gone.safetensors"), ("no_tensor", "model-1.safetensors")):
+        save_file(weights, folder / name / "model-1.safetensors")
+        index = {"weight_map": {"a.weight": "model-1.safetensors", "c.weight": file}}
         (folder / name / "model.safetensors.index.json").write_text(json.dumps(index))
     (folder / "gptq" / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "gptq"}}))
     (folder / "lora" / "adapter_config.json").write_text(json.dumps(LORA))
@@ -330,6 +330,16 @@ def broken(folder):
         "bad_json": (folders["bad_json"], "config.json: not JSON"),
         "distributed": (folders["distributed"], "scripts/spectra.py"),
     }  # fmt: skip
+
+
+def test_a_whole_file_counts_and_not_what_an_earlier_save_left(tmp_path):
+    """As transformers reads it, whose `save_pretrained` leaves an index and shards of before."""
+    for name, value in (("model-1", 1.0), ("model", 2.0)):
+        save_file({"a.weight": torch.full((4, 4), value)}, tmp_path / f"{name}.safetensors")
+    for file in ("model-1.safetensors", "gone.safetensors"):
+        index = {"weight_map": {"a.weight": file}}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+        assert read(tmp_path).load("a.weight")[0, 0] == 2.0
 
 
 def test_what_cannot_be_read_is_one_line(tmp_path, command):
