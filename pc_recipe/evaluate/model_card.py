@@ -13,11 +13,10 @@ from transformers import LlamaForCausalLM
 from pc.errors import UserError
 from pc_recipe.checkpoints.run_tokenizer import data_folders, data_of
 from pc_recipe.config.headline import describe
-from pc_recipe.data.sources import HUB_DATASET
 from pc_recipe.data.tokenizers import Tokenizer
 from pc_recipe.evaluate.plain_weights import RunCheckpoint
-from pc_recipe.files import look
-from pc_recipe.files.run_folder import read_environment, read_first_config
+from pc_recipe.files import record
+from pc_recipe.files.run_folder import list_configs, read_environment, read_first_config
 from pc_recipe.files.run_log import VALIDATION, read_log
 from pc_recipe.pages import markdown
 from pc_recipe.pages.plots import short_tokens
@@ -40,6 +39,7 @@ It is a base model for research: neither tuned to follow instructions nor filter
 _NOTICE = ", copyright 2024 Mistral AI, under the [Apache License 2.0](http://www.apache.org/licenses/LICENSE-2.0)"
 
 
+_ON_HUB = re.compile(r"hf://datasets/([^/@\s]+/[^/@\s]+)@")
 _FOLDERS = re.compile(r"(?<![\w./-])(?!(?<=:)//)(?:~\w*|\.{1,2})?/(?:[^/\s]+/)*(?=[^/\s])")
 # a text that is a path as a whole may have spaces in it
 _ONE_PATH = re.compile(r"^(?:file://)?(?:~\w*)?/(?:.*/)?(?=[^/])")
@@ -51,7 +51,14 @@ def without_folders(value: Any) -> Any:
     Folders name people, machines and other work. Paths like a/b stay, because names on the Hub look the same.
     """
     if isinstance(value, dict):
-        return {without_folders(key): without_folders(item) for key, item in value.items()}
+        shortened: dict[Any, Any] = {}
+        for key, item in value.items():
+            name = short = without_folders(key)
+            number = 1
+            while name in shortened:  # another folder of that name
+                name = f"{short} ({(number := number + 1)})"
+            shortened[name] = without_folders(item)
+        return shortened
     if isinstance(value, list):
         return [without_folders(item) for item in value]
     return _FOLDERS.sub("", _ONE_PATH.sub("", value)) if isinstance(value, str) else value
@@ -64,18 +71,19 @@ def model_card(
 
     Text from run and data folder may be other people's, so it is escaped for Markdown.
     """
-    sources = _sources(run.run)
+    sources, of_hub = _sources(run.run)
     header: dict[str, Any] = {
         "license": "unknown",  # the publisher's choice; the Hub asks for one
         "library_name": "transformers",
         "pipeline_tag": "text-generation",
         "tags": ["llama", "pc-layer"],
     }
-    if of_hub := [source for source in sources if HUB_DATASET.fullmatch(source) and not look.is_there(source)]:
+    if of_hub:
         header["datasets"] = of_hub
     # the first config, because only the run's start counts
     initial_path = read_first_config(run.run).get("checkpoint", {}).get("initial_load_path")
-    environment = _describe_environment(run)
+    environment, configs = _describe_environment(run), _list_configs(run)
+    configuration = "configurations below, one after another" if len(configs) > 1 else "configuration below"
     shape, parameters = model.config, f"{model.num_parameters():,} parameters ({dtype})"
     rows = [
         ("base", f"continued from {_shown(initial_path)}" if initial_path else "none: pre-trained from scratch"),
@@ -85,15 +93,27 @@ def model_card(
         ("tokenizer", f"{_shown(tokenizer.name)}, sha256 {tokenizer.sha256}{_NOTICE * tokenizer.is_default}"),
         ("for llama.cpp", _for_llama_cpp(tokenizer)),
         *_read_logged(run),
-        ("trained with", f"`./run_llama_train.sh config.toml` with the configuration below{environment}"),
+        ("trained with", f"`./run_llama_train.sh config.toml` with the {configuration}{environment}"),
         ("exported with", f"`python scripts/export_hf.py RUN/checkpoint/{run.path.name} FOLDER`"),
     ]
     table = f"\n## Scores\n\n{Path(scores).read_text()}" if scores else ""
     return (
         f"---\n{yaml.safe_dump(header, sort_keys=False)}---\n\n"
         f"# {_shown(run.run.name)}, step {run.step}\n\n{markdown.table(('', ''), rows)}{_USE}{table}"
-        f"\n## Training configuration\n\n```toml\n{tomli_w.dumps(without_folders(run.config))}```\n"
+        "\n## Training configuration\n\n" + "\n".join(configs)
     )
+
+
+def _list_configs(run: RunCheckpoint) -> list[str]:
+    """The run's configuration in Markdown; of a run that went on with others, each under a title. A checkpoint does not
+    say of which part it is."""
+    newest, *earlier = list_configs(run.run)
+    parts = {file.name: record.read(file, record.Tables) or {} for file in earlier} | {newest.name: run.config}
+    blocks = [f"```toml\n{tomli_w.dumps(without_folders(config))}```\n" for config in parts.values()]
+    if not earlier:
+        return blocks
+    places = {earlier[0].name: ", the first part", newest.name: ", the last part"}
+    return [f"### {name}{places.get(name, '')}\n\n{block}" for name, block in zip(parts, blocks, strict=True)]
 
 
 def _for_llama_cpp(tokenizer: Tokenizer) -> str:
@@ -112,15 +132,17 @@ def _for_llama_cpp(tokenizer: Tokenizer) -> str:
     )
 
 
-def _sources(folder: Path) -> list[str]:
-    """What each folder of a run's data was made of."""
-    sources = []
+def _sources(folder: Path) -> tuple[list[str], list[str]]:
+    """What each folder of a run's data was made of, and the Hub's data sets among that."""
+    sources, of_hub = [], []
     with suppress(UserError):
         for number, data in enumerate(data_folders(folder)):
             sources.append(f"unknown, since {data.name} was not there at the export")
             with suppress(UserError):
-                sources[-1] = data_of(folder, number).source["input"]
-    return sources or ["unknown, since the run's data are gone"]
+                source = data_of(folder, number).source
+                sources[-1] = source["input"]
+                of_hub += [found[1] for file in source["files"] if (found := _ON_HUB.match(file["name"]))]
+    return sources or ["unknown, since the run's data are gone"], list(dict.fromkeys(of_hub))
 
 
 def _shown(text: object) -> str:
@@ -144,9 +166,12 @@ def _describe_method(run: RunCheckpoint) -> str:
 def _read_logged(run: RunCheckpoint) -> list[tuple[str, str]]:
     """The last tokens and losses that the run logged up to this step; none without a log."""
     lines = read_log(run.run).lines
-    last = {key: value for line in lines if line["step"] <= run.step for key, value in line.items()}
+    until = [line for line in lines if line["step"] <= run.step]
+    last = {key: value for line in until for key, value in line.items()}
     keys = [key for key in ("loss", VALIDATION) if isinstance(last.get(key), float)]
-    rows = [(key.replace("_", " "), f"{last[key]:.4f}") for key in keys]
+    steps = {key: max(line["step"] for line in until if key in line) for key in keys}
+    at = {key: f" (step {step})" if step < run.step else "" for key, step in steps.items()}
+    rows = [(key.replace("_", " "), f"{last[key]:.4f}{at[key]}") for key in keys]
     return [("trained on", f"{short_tokens(last['tokens'])} tokens"), *rows] if rows else []
 
 

@@ -36,7 +36,7 @@ class RunCheckpoint:
     settings: Config
     """Its settings of model and method, and the sequence length."""
     method: PC
-    """The checkpoint's fingerprint: enable, level, blocks, ..."""
+    """The checkpoint's fingerprint: enable, level, blocks, ...; of weights alone, which have none, config.toml's [pc]."""
     model_args: Llama2Args
     weights: dict[str, Tensor]
     """{TorchTitan's name: effective weight}, on the CPU, in the saved dtype."""
@@ -71,13 +71,12 @@ def load(path: Path) -> RunCheckpoint:
     plain = {key: tensor.shape for key, tensor in model.state_dict().items()}
     shapes = folder.shapes()
     saved = fingerprint.read_pc_settings(folder)
-    method = saved or PC()
-    if method.enable:
-        attach(model, method.pc_config)
+    if saved and saved.enable:
+        attach(model, saved.pc_config)
     pc_shapes = _pc_shapes(model)
     saved_shapes = {key: shape for key, shape in shapes.items() if not key.startswith(_OTHER_STATES)}
     require_shapes(plain | pc_shapes, saved_shapes, folder.path, " of config.toml")
-    return RunCheckpoint(folder, config, settings, method, args, folder.read_tensors([*plain]))
+    return RunCheckpoint(folder, config, settings, saved or settings.pc, args, folder.read_tensors([*plain]))
 
 
 def _read_run_config(checkpoint: Path) -> tuple[dict[str, Any], Config]:

@@ -59,6 +59,6 @@ def label_tokens(axes) -> None:
 def short_tokens(number: float) -> str:
     """A short form of a number of tokens: 57 B, 2.62 M, 492 k."""
     for size, suffix in ((1e9, " B"), (1e6, " M"), (1e3, " k")):
-        if number >= size:
+        if number >= 0.9995 * size:  # as it is rounded
             return f"{number / size:.3g}{suffix}"
     return f"{number:.0f}"

@@ -84,10 +84,12 @@ def plot(spectra: dict[str, Spectra], output: Path) -> Path:
 
 
 def both_weights(checkpoint: Path) -> dict[str, dict[str, Tensor]]:
-    """{"PC(W)" and "W", or "" in a run without PC: {TorchTitan's name: tensor}}, on the CPU, in the saved dtype."""
+    """{"PC(W)" and, unless the checkpoint holds weights alone, "W", or "" in a run without PC: {TorchTitan's name:
+    tensor}}, on the CPU, in the saved dtype."""
     run = plain_weights.load(checkpoint)
     orig = {name: f"{name}_orig" for name in run.weights if f"{name}_orig" in run.folder.shapes()}
-    if not orig:
+    if not run.method.enable:
         return {"": run.weights}
     read = run.folder.read_tensors([*orig.values()])
-    return {"W": run.weights | {name: read[key] for name, key in orig.items()}, "PC(W)": run.weights}
+    raw = {"W": run.weights | {name: read[key] for name, key in orig.items()}} if orig else {}
+    return raw | {"PC(W)": run.weights}

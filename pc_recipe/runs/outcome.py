@@ -27,12 +27,16 @@ def describe_outcome(run: Path) -> str:
 def _describe_result(run: Path, step: int) -> str:
     """Losses, duration and speed, as far as they were logged."""
     log = read_log(run)
-    found = [f"train loss {_number(loss)}" for loss in log.series("loss").tail(1)]
+    losses = log.series("loss").tail(1)
+    found = [f"train loss {_number(loss)}{f' (step {last})' * (last < step)}" for last, loss in losses.items()]
     found += [f"validation loss {_number(loss)}" for last, loss in log.series(VALIDATION).items() if last == step]
     for seconds in filter(None, log.seconds().tail(1)):
-        tokens = round(log.series("step_seconds", "tokens").index[-1])
-        found.append(f"{tokens:,} tokens in {timedelta(seconds=round(seconds))} of training steps")
-        found.append(f"{tokens / seconds:,.0f} tokens/s")
+        timed, tokens = log.series("step_seconds").index[-1], round(log.series("step_seconds", "tokens").index[-1])
+        duration, speed = timedelta(seconds=round(seconds)), f"{tokens / seconds:,.0f} tokens/s"
+        if timed == step:
+            found += [f"{tokens:,} tokens in {duration} of training steps", speed]
+        else:
+            found += [f"{round(log.lines[-1]['tokens']):,} tokens", f"{speed} (first {timed} steps, {duration})"]
     logged = f": {', '.join(found)}" if found else ""
     return f"Finished at step {step}{logged}."
 

@@ -38,7 +38,9 @@ folder = "{folder}/runs"
 def sweep_of(tmp_path, tiny_shards):
     def make(rates: str = "1e-2", independent: str = "false", axes: str = ""):
         tiny.write_config(tmp_path / "tiny.toml", tiny_shards, tmp_path / "run")
-        (tmp_path / "some.toml").write_text(SWEEP.format(folder=tmp_path, rates=rates, independent=independent, axes=axes))
+        (tmp_path / "some.toml").write_text(
+            SWEEP.format(folder=tmp_path, rates=rates, independent=independent, axes=axes)
+        )
         return load(tmp_path / "some.toml")
 
     return make

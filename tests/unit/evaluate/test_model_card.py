@@ -17,6 +17,9 @@ from pc_recipe.data.tokenizers import load_tokenizer
 from pc_recipe.evaluate import hugging_face
 from pc_recipe.evaluate.model_card import without_folders
 
+HUB_FILES = [{"name": f"hf://datasets/owner/books@abc/{part}.parquet", "size": 9} for part in (0, 1)]
+HUB_FILES += [{"name": "local/folder/a.parquet", "size": 9}]
+
 
 @pytest.fixture
 def run(tmp_path, data_folder):
@@ -47,7 +50,7 @@ def test_the_card_of_a_run(run, tmp_path):
         "level = 4",
         "| trained on | 7 k tokens |",
         "| loss | 4.2500 |",
-        "| validation loss | 4.5000 |",
+        "| validation loss | 4.5000 (step 6) |",
         "`./run_llama_train.sh config.toml` with the configuration below (world size 8, commit abc)",
         "`python scripts/export_hf.py RUN/checkpoint/step-7 FOLDER`",
         "## Scores\n\nthe table of score.py",
@@ -93,17 +96,29 @@ def test_the_base_is_what_the_run_began_with(run, tmp_path):
         assert f"| base | {'continued ' * bool(first)}{said} |" in (out / "README.md").read_text()
 
 
+def test_the_card_has_the_settings_of_all_parts(run, tmp_path):
+    """The checkpoint may be of an earlier one than the last, and its weights are of all."""
+    config = tmp_path / "run" / "config.toml"
+    for number, rate in ((1, 1e-3), (2, 2e-3)):
+        config.with_name(f"config.{number}.toml").write_text(f"{config.read_text()}\n[optimizer]\nlr = {rate}\n")
+    card = (hugging_face.export(run, tmp_path / "out") / "README.md").read_text()
+    assert "with the configurations below, one after another" in card
+    titles = re.findall(r"^### .*", card, flags=re.MULTILINE)
+    assert titles == ["### config.1.toml, the first part", "### config.2.toml", "### config.toml, the last part"]
+    assert card.index("lr = 0.001") < card.index("### config.2.toml") < card.index("lr = 0.002") < card.index(titles[2])
+
+
 def test_the_card_names_all_data_of_a_mixture(run, tmp_path, data_folder):
     other = shutil.copytree(data_folder, tmp_path / "other")
     manifest = json.loads((other / "manifest.json").read_text())
-    manifest["source"]["input"] = "owner/books"
+    manifest["source"] |= {"input": "owner/books local/folder", "files": HUB_FILES}
     (other / "manifest.json").write_text(json.dumps(manifest))
     config = tmp_path / "run" / "config.toml"
     content = tomllib.loads(config.read_text())
     content["data"]["path"] = {str(folder): 1.0 for folder in (data_folder, other, tmp_path / "gone")}
     config.write_text(tomli_w.dumps(content))
     card = (hugging_face.export(run, tmp_path / "out") / "README.md").read_text()
-    assert ", owner/books, unknown, since gone was not there at the export |" in card
+    assert ", owner/books local/folder, unknown, since gone was not there at the export |" in card
     assert yaml.safe_load(card.split("---\n")[1])["datasets"] == ["owner/books"]
 
 
@@ -114,6 +129,7 @@ def test_the_card_names_all_data_of_a_mixture(run, tmp_path, data_folder):
         ("a=/home/me/x /srv/me/y", "a=x y"), ("name:/home/me/x", "name:x"), ("owner/name", "owner/name"),
         ("outputs/debug", "outputs/debug"), ("hf://datasets/a/b", "hf://datasets/a/b"), ("https://a.b/c", "https://a.b/c"),
         ("8/3 dim", "8/3 dim"), ("~8 tokens, as https://a.b/c", "~8 tokens, as https://a.b/c"), ({"/home/me/x": ["/home/me/y", 1.5, None]}, {"x": ["y", 1.5, None]}),
+        ({"/a/me/x": 0.7, "/b/me/x": 0.2, "/c/x": 0.1}, {"x": 0.7, "x (2)": 0.2, "x (3)": 0.1}),
     ],
 )  # fmt: skip
 def test_only_the_last_part_of_a_local_path_stays(text, shown):

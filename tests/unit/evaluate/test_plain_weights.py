@@ -9,6 +9,7 @@ import torch.distributed.checkpoint as dcp
 from pc import UserError
 from pc_recipe.checkpoints.folder import CheckpointFolder
 from pc_recipe.evaluate import plain_weights
+from pc_recipe.report.spectra import both_weights
 
 
 @pytest.fixture
@@ -57,7 +58,11 @@ def test_a_checkpoint_of_the_model_alone(copied, pc_run):
             del entries[key]
 
     rewritten(copied, only_the_model)
-    assert same(plain_weights.load(copied).weights, pc_run.model)
+    loaded = plain_weights.load(copied)
+    assert same(loaded.weights, pc_run.model)
+    assert loaded.method.enable  # it holds PC(W), though nothing of PC
+    [(which, weights)] = both_weights(copied).items()
+    assert which == "PC(W)" and same(weights, pc_run.model)
 
 
 def test_no_checkpoint_at_all(copied, tmp_path):

@@ -9,8 +9,17 @@ from matplotlib.figure import Figure
 from helpers.made_runs import validations, write_run
 from pc.errors import UserError
 from pc_recipe.files.run_log import read_logs
+from pc_recipe.pages.plots import short_tokens
 from pc_recipe.report import curves, run_page
 from pc_recipe.runs.sweep import points
+
+
+@pytest.mark.parametrize(
+    "number, short",
+    [(999_948_288, "1 B"), (999_700, "1 M"), (999_400, "999 k"), (2_621_440, "2.62 M"), (999, "999"), (1_000, "1 k")],
+)
+def test_a_short_number_has_the_unit_of_what_it_is_rounded_to(number, short):
+    assert short_tokens(number) == short
 
 
 def _compare(folder, **runs):

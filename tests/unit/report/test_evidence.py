@@ -237,7 +237,10 @@ def test_runs_of_one_arm_with_other_settings_are_refused(tmp_path):
     evidence.collect([tmp_path / "one"], "study", tmp_path / "kept")
     evidence.read_experiments(tmp_path / "kept")
     evidence.collect([tmp_path / "other"], "study", tmp_path / "kept")
-    with pytest.raises(UserError, match="pc at one learning rate differ: optimizer.weight_decay is 1.5171 and 1.5174; collect them as two"):
+    with pytest.raises(
+        UserError,
+        match="pc at one learning rate differ: optimizer.weight_decay is 1.5171 and 1.5174; collect them as two",
+    ):
         evidence.read_experiments(tmp_path / "kept")
 
 
