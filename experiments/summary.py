@@ -12,7 +12,6 @@ from experiments.numbers import FOLDER, studies
 from pc_recipe.pages.plots import save, subplots
 
 GPU, CPU = "C0", "C1"
-COLORS = {"verdict-20": GPU, "cell-20": CPU, "rivals": CPU}
 ARMS = {
     "MuonH-level-2": "MuonH + PC",
     "muon-level-2": "Muon + PC",
@@ -25,6 +24,14 @@ ARMS = {
     "row-norm": "row norms",
     "worsening": "worsening polynomial",
 }
+TUNED = {"scale-level-4": "PC + tuned init and rates", "scale": "tuned init and rates"}
+"""Arms of the study of the initialisation: larger weights and rates, tuned."""
+SHOWN = [
+    ("verdict-20", ARMS, GPU),
+    ("cell-20", ARMS, CPU),
+    ("rivals", {arm: ARMS[arm] for arm in ("MuonH", "AdamH", "row-norm")}, CPU),
+    ("initialisation-20", TUNED, CPU),
+]
 LEADS = [
     ("verdict-5", "level-4 - baseline", GPU),
     ("verdict-20", "level-4 - baseline", GPU),
@@ -38,7 +45,7 @@ PAPER = {"bytes per parameter": (4 * 152, 4 * 213), "nats per byte": (0.0547 / 4
 
 def rows() -> str:
     """Checksum of the rows that the figure shows."""
-    folders = ("conditioning", "rivals", "regime", "verdict")
+    folders = ("conditioning", "initialisation", "rivals", "regime", "verdict")
     return hashlib.sha256("".join(digest(FOLDER / name) for name in folders).encode()).hexdigest()
 
 
@@ -51,20 +58,21 @@ def main() -> None:
 
 def _draw_arms(axes) -> None:
     found = [
-        (arm, studies()[study][f"{arm} - baseline"], color)
-        for study, color in COLORS.items()
-        for arm in studies()[study].experiment.runs.arm.unique()
-        if arm in ARMS and not (study == "rivals" and arm in studies()["cell-20"].experiment.runs.arm.values)
+        (name, studies()[study][f"{arm} - baseline"], color)
+        for study, arms, color in SHOWN
+        for arm, name in arms.items()
+        if arm in studies()[study].experiment.runs.arm.values
     ]
-    lowest = {arm: tested.mean for arm, tested, _ in reversed(found)}
-    order = sorted(lowest, key=lambda arm: lowest[arm])
-    for arm, tested, color in found:
-        below = 0.25 if color == CPU and arm in studies()["verdict-20"].experiment.runs.arm.values else 0
-        ends, place = tested.interval, order.index(arm) + below
+    lowest = {name: tested.mean for name, tested, _ in reversed(found)}
+    order = sorted(lowest, key=lambda name: lowest[name])
+    on_gpu = {name for name, _, color in found if color == GPU}
+    for name, tested, color in found:
+        below = 0.25 if color == CPU and name in on_gpu else 0
+        ends, place = tested.interval, order.index(name) + below
         error = [[tested.mean - ends.low], [ends.high - tested.mean]]
         axes.errorbar(tested.mean, place, xerr=error, fmt="o", color=color, markersize=4, capsize=2)
     axes.axvline(0, color="black", linewidth=0.8)
-    axes.set_yticks(range(len(order)), [ARMS[arm] for arm in order])
+    axes.set_yticks(range(len(order)), order)
     axes.invert_yaxis()
     axes.locator_params("x", nbins=5)
     axes.set_xlabel("loss minus AdamW's (nats per byte)")

@@ -189,6 +189,7 @@ PLAIN = {
     "level-4": "PC, level 4",
     "identity": "PC without polynomial",
     "scale": "larger weights",
+    "scale-level-4": "PC + larger weights",
     "worsening": "worsening polynomial",
     "row-norm": "row norms",
     "muon": "Muon",
