@@ -92,7 +92,8 @@ def final_loss(line: dict) -> float:
     if line["state"] == "diverged":
         return math.inf
     last = [entry for entry in line["log"] if entry.get(VALIDATION) is not None][-1]
-    if last["step"] != (steps := line["resolved"]["training"]["steps"]):
+    steps = line["resolved"].get("training", {}).get("steps", Config().training.steps)
+    if last["step"] != steps:
         raise UserError(
             f"{line['name']} was last validated after step {last['step']} of {steps}; its log lost its end, so train it again"
         )
@@ -273,8 +274,9 @@ def _arms(runs: Sequence[tuple[dict, Config]]) -> list[str]:
 def _require_same_settings(runs: Sequence[tuple[dict, Config]], arms: Sequence[str]) -> None:
     """Raise a `UserError` if runs of one arm and rate differ in more than their seed: a variant's name does not say so."""
     firsts: dict[tuple[str, float], dict[str, Any]] = {}
-    for (_, config), arm in zip(runs, arms, strict=True):
-        values = settings_key(config) | {"debug.seed": 0, "data.seed": 0}
+    for (line, config), arm in zip(runs, arms, strict=True):
+        data = line["environment"].get("data") or {}  # checksums: a folder may have another name elsewhere
+        values = settings_key(config) | data | {"debug.seed": 0, "data.seed": 0}
         first = firsts.setdefault((arm, _rate(config)), values)
         for key in differing_keys(first, values):
             raise UserError(

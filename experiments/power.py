@@ -42,7 +42,7 @@ def main() -> None:
     arguments = parser.parse_args()
     for seeds in arguments.seeds:
         half, found, inside = powers(tuple(arguments.spreads), seeds, arguments.margin)
-        text = f"{seeds} seeds: half-width {half:.4f}, finds {found:.4f}, inside ±{arguments.margin:g} {inside:.0%}"
+        text = f"{seeds} seeds: half-width {half:.4f}, finds {found:.4f}, says no difference (±{arguments.margin:g}) {inside:.0%}"
         if arguments.difference is not None:
             likely = detected(tuple(arguments.spreads), seeds, arguments.difference)
             text += f", finds {arguments.difference:g} with a probability of {likely:.0%}"

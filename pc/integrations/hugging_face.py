@@ -59,14 +59,18 @@ class PCTrainerMixin(Trainer):
     def floating_point_ops(self, inputs) -> int:
         """transformers counts six a parameter and token; what PC adds is multiplied by once a step."""
         model: Any = self.model
-        counted, names = super().floating_point_ops(inputs), {*added_names(model)}
+        counted = super().floating_point_ops(inputs)
+        if not counted or not hasattr(model, "num_parameters"):
+            return counted
+        names = {*added_names(model)}
         added = sum(parameter.numel() for name, parameter in model.named_parameters() if name in names)
-        return counted - counted * added // model.num_parameters(exclude_embeddings=True) if counted else 0
+        return counted - counted * added // model.num_parameters(exclude_embeddings=True)
 
     def get_num_trainable_parameters(self) -> int:
-        """A weight and its W are one."""
+        """A weight and its W, once it has one, are one."""
         model: Any = self.model
-        twice = [weight.effective for _, weight in named_weights(model) if weight.effective.requires_grad]
+        weights = [weight for _, weight in named_weights(model) if weight.orig is not None]
+        twice = [weight.effective for weight in weights if weight.effective.requires_grad]
         return super().get_num_trainable_parameters() - sum(weight.numel() for weight in twice)
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None) -> None:

@@ -38,7 +38,8 @@ class Trainer(torchtitan.train.Trainer):
         preconditioner = precondition(self.model_parts)
         preconditioner.follow(self.optimizers.optimizers)
         self.checkpointer.states[MODEL] = ModelWrapper(self.model_parts)  # the first one listed the state without W
-        give_plain(self.checkpointer.sd_adapter, self.model_parts)
+        if settings.enable:
+            give_plain(self.checkpointer.sd_adapter, self.model_parts)
         return preconditioner
 
     def train_step(self, data_iterator) -> None:

@@ -83,7 +83,11 @@ def model_card(
     # the first config, because only the run's start counts
     initial_path = read_first_config(run.run).get("checkpoint", {}).get("initial_load_path")
     environment, configs = _describe_environment(run), _list_configs(run)
-    configuration = "configurations below, one after another" if len(configs) > 1 else "configuration below"
+    configuration = (
+        "configurations below, one after another, the last perhaps after this step"
+        if len(configs) > 1
+        else "configuration below"
+    )
     shape, parameters = model.config, f"{model.num_parameters():,} parameters ({dtype})"
     rows = [
         ("base", f"continued from {_shown(initial_path)}" if initial_path else "none: pre-trained from scratch"),
@@ -108,12 +112,22 @@ def _list_configs(run: RunCheckpoint) -> list[str]:
     """The run's configuration in Markdown; of a run that went on with others, each under a title. A checkpoint does not
     say of which part it is."""
     newest, *earlier = list_configs(run.run)
-    parts = {file.name: record.read(file, record.Tables) or {} for file in earlier} | {newest.name: run.config}
-    blocks = [f"```toml\n{tomli_w.dumps(without_folders(config))}```\n" for config in parts.values()]
     if not earlier:
-        return blocks
+        return [_in_toml(run.config)]
+    blocks = {file.name: _read_in_toml(file) for file in earlier} | {newest.name: _in_toml(run.config)}
     places = {earlier[0].name: ", the first part", newest.name: ", the last part"}
-    return [f"### {name}{places.get(name, '')}\n\n{block}" for name, block in zip(parts, blocks, strict=True)]
+    return [f"### {name}{places.get(name, '')}\n\n{block}" for name, block in blocks.items()]
+
+
+def _in_toml(config: dict[str, Any]) -> str:
+    return f"```toml\n{tomli_w.dumps(without_folders(config))}```\n"
+
+
+def _read_in_toml(file: Path) -> str:
+    try:
+        return _in_toml(record.read(file, record.Tables) or {})
+    except record.Malformed:
+        return "It cannot be read.\n"
 
 
 def _for_llama_cpp(tokenizer: Tokenizer) -> str:

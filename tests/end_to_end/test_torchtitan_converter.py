@@ -156,7 +156,8 @@ def test_two_ranks_go_on_as_one(write):
 def test_weights_for_hugging_face(write):
     """TorchTitan's adapter knows the names of the plain model alone."""
     settings = {"last_save_in_hf": True, "last_save_model_only": True, "interval": 9}
-    run_ranks(1, only_losses, [write("llama3", training={"steps": 1}, checkpoint=settings)])
+    unsaved = write("llama3", "unsaved", training={"steps": 1}, checkpoint={"enable": False})
+    run_ranks(1, only_losses, [unsaved, write("llama3", training={"steps": 1}, checkpoint=settings)])
     [file] = (write.runs / "run" / "checkpoint" / "step-1").glob("*.safetensors")
     with safe_open(file, "pt") as tensors:
         names = list(tensors.keys())

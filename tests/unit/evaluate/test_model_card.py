@@ -102,10 +102,13 @@ def test_the_card_has_the_settings_of_all_parts(run, tmp_path):
     for number, rate in ((1, 1e-3), (2, 2e-3)):
         config.with_name(f"config.{number}.toml").write_text(f"{config.read_text()}\n[optimizer]\nlr = {rate}\n")
     card = (hugging_face.export(run, tmp_path / "out") / "README.md").read_text()
-    assert "with the configurations below, one after another" in card
+    assert "with the configurations below, one after another, the last perhaps after this step" in card
     titles = re.findall(r"^### .*", card, flags=re.MULTILINE)
     assert titles == ["### config.1.toml, the first part", "### config.2.toml", "### config.toml, the last part"]
     assert card.index("lr = 0.001") < card.index("### config.2.toml") < card.index("lr = 0.002") < card.index(titles[2])
+    config.with_name("config.1.toml").write_text("damaged")
+    card = (hugging_face.export(run, tmp_path / "again") / "README.md").read_text()
+    assert "### config.1.toml, the first part\n\nIt cannot be read" in card
 
 
 def test_the_card_names_all_data_of_a_mixture(run, tmp_path, data_folder):

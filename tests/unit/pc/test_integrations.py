@@ -107,12 +107,15 @@ def make_trainer(folder, steps=4, model_init=None, **settings):
 def test_a_trainer_counts_the_parameters_of_the_plain_model(tmp_path):
     """In `trainer_state.json` and loggers, FLOPs are proportional to them."""
     trainer = make_trainer(tmp_path)
+    before = trainer.get_num_trainable_parameters()
     trainer.train()
     gammas = sum(weight.gamma.numel() for weight in trainer.preconditioner.weights.values())
     trainable, plain = trainer.get_num_trainable_parameters(), pc.merge(trainer.model)
     tokens = 4 * 2 * 2 * 8  # steps, micro-batches, sequences, length
     assert trainer.state.total_flos == 6 * tokens * plain.num_parameters(exclude_embeddings=True)
-    assert trainable == plain.num_parameters() + gammas
+    assert before == plain.num_parameters() and trainable == before + gammas
+    trainer.model = torch.nn.Linear(2, 2)  # as a model whose FLOPs its trainer counts by itself
+    assert trainer.floating_point_ops({}) == 0
 
 
 def losses(trainer):

@@ -227,14 +227,17 @@ def test_a_run_that_two_sweeps_list_is_of_one_arm(tmp_path):
 
 def test_runs_of_one_arm_with_other_settings_are_refused(tmp_path):
     """A variant's name says nothing of them, and the folder's does not either."""
-    for name, decay in (("one", 1.5171), ("other", 1.5174)):
+    for name, decay in (("one", 1.5171), ("moved", 1.5171), ("other", 1.5174)):
         folder = _sweep(tmp_path / name, {(False, 1e-3): [3.8], (True, 1e-3): [3.6]})
         lines = [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
         variants = [line | {"variant": ["baseline", "pc"][line["settings"]["pc.enable"]]} for line in lines]
         (folder / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in variants))
         for config in folder.glob("True*/*/config.toml"):
-            config.write_text(config.read_text().replace("weight_decay = 10.0", f"weight_decay = {decay}"))
-    evidence.collect([tmp_path / "one"], "study", tmp_path / "kept")
+            text = config.read_text().replace("weight_decay = 10.0", f"weight_decay = {decay}")
+            config.write_text(f'data = {{ path = "{name}" }}{text}')
+            data = {"content of data.path": "abc"}  # on two machines
+            (config.parent / "environment.json").write_text(json.dumps({"data": data}))
+    evidence.collect([tmp_path / "one", tmp_path / "moved"], "study", tmp_path / "kept")
     evidence.read_experiments(tmp_path / "kept")
     evidence.collect([tmp_path / "other"], "study", tmp_path / "kept")
     with pytest.raises(
@@ -249,8 +252,11 @@ def test_a_run_whose_log_lost_its_end_is_refused(tmp_path):
     sweep = _sweep(tmp_path / "sweep", {(True, 1e-3): [3.6]})
     file = sweep / "True-0.001" / "seed-0" / "metrics.jsonl"
     file.write_text("".join(line + "\n" for line in file.read_text().splitlines() if "3.6" not in line))
-    with pytest.raises(UserError, match="True-0.001/seed-0 was last validated after step 60 of 100; "):
-        evidence.collect([sweep], "study", tmp_path / "kept")
+    config = file.with_name("config.toml")
+    for steps in (100, 10_000):  # the default
+        with pytest.raises(UserError, match=f"True-0.001/seed-0 was last validated after step 60 of {steps}; "):
+            evidence.collect([sweep], "study", tmp_path / "kept")
+        config.write_text(config.read_text().replace("steps = 100, ", ""))
 
 
 def test_results_that_are_older_than_a_run_are_refused(tmp_path):
