@@ -102,14 +102,20 @@ def _read(path: Path, base: Path | None) -> Tensors:
         )
     for ending in ("safetensors", "bin", "pt", "pth"):
         files = [file for file in _files(path, f"*.{ending}") if not file.name.startswith(_NOT_WEIGHTS)]
-        whole = [file for file in files if file.name in _WHOLE]  # counts alone, beside what an earlier save has left
-        files = whole or files
-        indices = [] if whole else _files(path, f"*.{ending}.index.json")
+        indices = _files(path, f"*.{ending}.index.json")
         index = _json(indices[0]).get("weight_map") if indices else None
         if indices and not isinstance(index, dict):
             raise UserError(f"{indices[0]}: has no weight_map; it should name the file of each tensor")
-        if index:
-            files = [path / str(file) for file in sorted(set(index.values()))]
+        shards = [path / str(file) for file in sorted(set(index.values()))] if index else []
+        if whole := [file for file in files if file.name in _WHOLE and file not in shards]:
+            if others := [file for file in shards if file.parent == path and file.is_file()]:
+                raise UserError(
+                    f"{path}: has both {whole[0].name} and {others[0].name}, which {indices[0].name} names; transformers loads "
+                    "the first alone, whichever is newer; remove what is older"
+                )
+            files, index = whole, None  # the index is of an earlier save
+        elif index:
+            files = shards
             if missing := [file for file in files if file.parent != path or not file.is_file()]:
                 raise UserError(f"{missing[0]}: not there, but {indices[0].name} names it")
         if files:

@@ -333,13 +333,14 @@ def broken(folder):
 
 
 def test_a_whole_file_counts_and_not_what_an_earlier_save_left(tmp_path):
-    """As transformers reads it, whose `save_pretrained` leaves an index and shards of before."""
-    for name, value in (("model-1", 1.0), ("model", 2.0)):
-        save_file({"a.weight": torch.full((4, 4), value)}, tmp_path / f"{name}.safetensors")
-    for file in ("model-1.safetensors", "gone.safetensors"):
-        index = {"weight_map": {"a.weight": file}}
-        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-        assert read(tmp_path).load("a.weight")[0, 0] == 2.0
+    """`save_pretrained` leaves the index of earlier shards, and beside new shards an earlier whole file."""
+    save_file({"a.weight": torch.full((4, 4), 2.0)}, tmp_path / "model.safetensors")
+    index = {"weight_map": {"a.weight": "model-1.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert read(tmp_path).load("a.weight")[0, 0] == 2.0
+    save_file({"a.weight": torch.full((4, 4), 1.0)}, tmp_path / "model-1.safetensors")
+    with pytest.raises(pc.UserError, match="both model.safetensors and model-1.safetensors, .*; remove what is older"):
+        read(tmp_path)
 
 
 def test_what_cannot_be_read_is_one_line(tmp_path, command):
