@@ -15,7 +15,7 @@ from transformers import Trainer
 from pc.errors import UserError
 from pc.integrations import has_pc, started
 from pc.preconditioner import Preconditioner
-from pc.weight import added_names, named_weights
+from pc.weight import named_weights
 
 
 class PCTrainerMixin(Trainer):
@@ -62,8 +62,7 @@ class PCTrainerMixin(Trainer):
         counted = super().floating_point_ops(inputs)
         if not counted or not hasattr(model, "num_parameters"):
             return counted
-        names = {*added_names(model)}
-        added = sum(parameter.numel() for name, parameter in model.named_parameters() if name in names)
+        added = sum(parameter.numel() for _, weight in named_weights(model) for parameter in weight.trained)
         return counted - counted * added // model.num_parameters(exclude_embeddings=True)
 
     def get_num_trainable_parameters(self) -> int:

@@ -82,12 +82,8 @@ def model_card(
         header["datasets"] = of_hub
     # the first config, because only the run's start counts
     initial_path = read_first_config(run.run).get("checkpoint", {}).get("initial_load_path")
-    environment, configs = _describe_environment(run), _list_configs(run)
-    configuration = (
-        "configurations below, one after another, the last perhaps after this step"
-        if len(configs) > 1
-        else "configuration below"
-    )
+    environment, configs = _describe_environment(run), _configurations(run)
+    parts = "s below, one after another, the last perhaps after this step" if len(configs) > 1 else " below"
     shape, parameters = model.config, f"{model.num_parameters():,} parameters ({dtype})"
     rows = [
         ("base", f"continued from {_shown(initial_path)}" if initial_path else "none: pre-trained from scratch"),
@@ -97,7 +93,7 @@ def model_card(
         ("tokenizer", f"{_shown(tokenizer.name)}, sha256 {tokenizer.sha256}{_NOTICE * tokenizer.is_default}"),
         ("for llama.cpp", _for_llama_cpp(tokenizer)),
         *_read_logged(run),
-        ("trained with", f"`./run_llama_train.sh config.toml` with the {configuration}{environment}"),
+        ("trained with", f"`./run_llama_train.sh config.toml` with the configuration{parts}{environment}"),
         ("exported with", f"`python scripts/export_hf.py RUN/checkpoint/{run.path.name} FOLDER`"),
     ]
     table = f"\n## Scores\n\n{Path(scores).read_text()}" if scores else ""
@@ -108,7 +104,7 @@ def model_card(
     )
 
 
-def _list_configs(run: RunCheckpoint) -> list[str]:
+def _configurations(run: RunCheckpoint) -> list[str]:
     """The run's configuration in Markdown; of a run that went on with others, each under a title. A checkpoint does not
     say of which part it is."""
     newest, *earlier = list_configs(run.run)
